@@ -1,0 +1,164 @@
+"""Reading and writing draft checkpoints: which format a folder holds, whether its tensors are all there, saving without half states."""
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers.utils import cached_file
+
+__all__ = ["Checkpoint", "read_checkpoint", "save_folder"]
+
+TABLE_NAMES = ("embed_tokens.weight", "lm_head.weight")
+_HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "token", "revision", "local_files_only", "subfolder")
+# Guessing one of these gives a draft that loads, runs and is never accepted.
+_REQUIRED_KEYS = ("block_size", "mask_token_id", "num_target_layers", "target_layer_ids", "markov_rank", "enable_confidence_head")
+
+
+@dataclass(slots=True)
+class Checkpoint:
+    """What `DSparkDraftModel.from_pretrained` needs to know before the weights are loaded."""
+
+    config: PreTrainedConfig
+    stored_tables: dict[str, torch.Tensor]
+    generation_config: GenerationConfig | None
+
+
+def read_checkpoint(model_class, name_or_path, options: dict) -> Checkpoint:
+    """Checks the format, the config and every tensor's name and shape; reads copies of the target's tables.
+
+    Raises:
+        ValueError: see `DSparkDraftModel.from_pretrained`.
+        OSError: there is no such folder, repository or file.
+    """
+    hub_options = {key: options[key] for key in _HUB_OPTIONS if key in options}
+    if Path(name_or_path).is_dir() and (Path(name_or_path) / "adapter_config.json").exists() and not (Path(name_or_path) / "config.json").exists():
+        raise ValueError(f"{name_or_path} holds a PEFT adapter alone; load it with PeftModel.from_pretrained(DSparkDraftModel.from_pretrained(base), {str(name_or_path)!r})")
+    values = _read_json(cached_file(name_or_path, "config.json", **hub_options))
+    if (problem := unsupported_format(values)) is not None:
+        raise ValueError(f"{name_or_path} can't be loaded as a DSpark draft: {problem}")
+    if missing := [key for key in _REQUIRED_KEYS if key not in values]:
+        raise ValueError(f"{name_or_path}/config.json lacks {', '.join(missing)}; a DSpark draft's config states them, they can't be guessed")
+    config = options.get("config") or model_class.config_class.from_dict(values)
+    files = _weight_files(name_or_path, hub_options)
+    check_tensors(model_class, config, files, str(name_or_path))
+    generation_file = cached_file(name_or_path, "generation_config.json", _raise_exceptions_for_missing_entries=False, **hub_options)
+    return Checkpoint(
+        config=config,
+        stored_tables=_read_tables(config, files),
+        generation_config=None if generation_file is None else GenerationConfig.from_dict(_read_json(generation_file)),
+    )
+
+
+def unsupported_format(values: dict) -> str | None:
+    """Why a `config.json` is no DeepSpec-layout draft on the Qwen3 backbone, in a sentence that names its format; None if it is one."""
+    architectures = values.get("architectures") or []
+    dflash = values.get("dflash_config") or {}
+    projector = dflash.get("projector_type")
+    if "speculators_model_type" in values:
+        return f"it is in vLLM's speculators format (speculators_model_type {values['speculators_model_type']!r}), whose layer ids are shifted by one"
+    if "dspark_block_size" in values or "dspark_target_layer_ids" in values:
+        return "it is a base model with its draft inside (dspark_* keys, as DeepSeek-V4 has), not a draft of its own"
+    if "ttt_length" in values or any("Eagle3" in name for name in architectures):
+        return f"it is an Eagle3 draft (architectures {architectures})"
+    if "Gemma4DSparkModel" in architectures or values.get("model_type") == "gemma4_text":
+        return "it is a DSpark draft on the Gemma4 backbone, which is not implemented"
+    if architectures == ["Qwen3DSparkModel"] and values.get("model_type") == "qwen3":
+        return None
+    if projector == "dspark":
+        maker = "NVIDIA Model-Optimizer" if "DFlashDraftModel" in architectures else "SpecForge"
+        return f"it is in {maker}'s DSpark format (heads described in dflash_config, other tensor names)"
+    if projector is not None:
+        return f"it is a DFlash-like draft with projector_type {projector!r}"
+    if "DFlash2DraftModel" in architectures:
+        return "it is a DFlash2 draft, another architecture"
+    if "DFlashDraftModel" in architectures or dflash:
+        return "it is z-lab's DFlash format, whose anchor row predicts nothing (block_size - 1 drafts a round)"
+    if values.get("model_type") == "muse_glimmer_assistant":
+        return "it is transformers' own DFlash assistant; use it with speculation_type='dflash'"
+    return f"its architectures are {architectures} and its model_type is {values.get('model_type')!r}, not ['Qwen3DSparkModel'] and 'qwen3'"
+
+
+def check_tensors(model_class, config, files: list[str], name: str) -> None:
+    """Accounts for every tensor both ways. Raises ValueError that names the missing, extra and misshapen ones."""
+    with torch.device("meta"):
+        expected = {key: tuple(value.shape) for key, value in model_class(config).state_dict().items()}
+    found = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                found |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}
+        except SafetensorError as error:
+            raise ValueError(f"{file} is damaged or truncated and can't be read ({error}); download or save it again") from error
+    table_shape = (config.vocab_size, config.hidden_size)
+    optional = {key: table_shape for key in TABLE_NAMES if key not in expected and key in found}
+    problems = [f"missing {key} {expected[key]}" for key in expected if key not in found]
+    problems += [f"unexpected {key} {found[key]}" for key in found if key not in expected and key not in optional]
+    problems += [
+        f"{key} has shape {found[key]}, the config asks for {shape}" for key, shape in {**expected, **optional}.items() if found.get(key, shape) != shape
+    ]
+    if problems:
+        raise ValueError(f"the tensors of {name} are not those its config.json describes: " + "; ".join(problems))
+
+
+def save_folder(model, folder, extra: dict[str, torch.Tensor], save_pretrained, options: dict) -> None:
+    """Writes into a temporary folder beside `folder`, then moves the files in; config.json leaves first and arrives last."""
+    folder = Path(folder)
+    if folder.is_file():
+        raise ValueError(f"save_pretrained needs a folder, but {folder} is a file")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
+        scratch = Path(scratch)
+        save_pretrained(scratch, **options)
+        model.generation_config.save_pretrained(scratch)
+        if extra:
+            _add_tensors(scratch, extra)
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").unlink(missing_ok=True)
+        # A stale shard or index of an earlier save would be read in place of the new weights.
+        for stale in [*folder.glob("model*.safetensors"), *folder.glob("model.safetensors.index.json")]:
+            stale.unlink()
+        written = sorted(path for path in scratch.rglob("*") if path.is_file())
+        for path in sorted(written, key=lambda path: path.name == "config.json"):
+            destination = folder / path.relative_to(scratch)
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, destination)
+
+
+def _add_tensors(folder: Path, extra: dict[str, torch.Tensor]) -> None:
+    single = folder / "model.safetensors"
+    if not single.exists():
+        raise ValueError("a draft that carries the target's tables is written as one file; leave max_shard_size at its default")
+    tensors = load_file(single) | {name: table.detach().cpu().contiguous() for name, table in extra.items()}
+    save_file(tensors, single, metadata={"format": "pt"})
+
+
+def _weight_files(name_or_path, hub_options: dict) -> list[str]:
+    index = cached_file(name_or_path, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False, **hub_options)
+    if index is None:
+        return [cached_file(name_or_path, "model.safetensors", **hub_options)]
+    shards = sorted(set(_read_json(index)["weight_map"].values()))
+    return [cached_file(name_or_path, shard, **hub_options) for shard in shards]
+
+
+def _read_tables(config, files: list[str]) -> dict[str, torch.Tensor]:
+    tables = {}
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for key in TABLE_NAMES:
+                # With a reduced vocabulary the output head is the draft's own parameter.
+                if key in tensors.keys() and not (key == "lm_head.weight" and config.draft_vocab_size is not None):
+                    tables[key] = tensors.get_tensor(key)
+    return tables
+
+
+def _read_json(path: str) -> dict:
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error

@@ -1,0 +1,43 @@
+"""Keys and values of the draft over the tokens that the target has processed."""
+
+import torch
+
+__all__ = ["ContextCache"]
+
+
+class ContextCache:
+    """Per-layer keys and values (1, kv_heads, length, head_dim) in buffers that grow by doubling.
+
+    A round writes its block behind the context and drops it by not advancing `length`: rollback copies nothing.
+    """
+
+    def __init__(self, num_layers: int):
+        self.length = 0
+        self._keys: list[torch.Tensor | None] = [None] * num_layers
+        self._values: list[torch.Tensor | None] = [None] * num_layers
+
+    def write(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes (1, kv_heads, rows, head_dim) behind the context; returns views over context and new rows."""
+        end = self.length + keys.shape[2]
+        self._keys[layer_idx] = self._grown(self._keys[layer_idx], keys, end)
+        self._values[layer_idx] = self._grown(self._values[layer_idx], values, end)
+        self._keys[layer_idx][:, :, self.length : end] = keys
+        self._values[layer_idx][:, :, self.length : end] = values
+        return self._keys[layer_idx][:, :, :end], self._values[layer_idx][:, :, :end]
+
+    def advance(self, rows: int) -> None:
+        """Keeps the first `rows` of the rows written last as context."""
+        self.length += rows
+
+    def truncate(self, length: int) -> None:
+        """Forgets the context from row `length` on."""
+        self.length = min(self.length, length)
+
+    def _grown(self, buffer: torch.Tensor | None, rows: torch.Tensor, end: int) -> torch.Tensor:
+        if buffer is not None and end <= buffer.shape[2]:
+            return buffer
+        capacity = end + 64 if buffer is None else 2 * end
+        grown = rows.new_zeros(*rows.shape[:2], capacity, rows.shape[3])
+        if buffer is not None:
+            grown[:, :, : self.length] = buffer[:, :, : self.length]
+        return grown

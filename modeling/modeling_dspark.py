@@ -1,0 +1,274 @@
+"""The DSpark draft model: a small backbone with injected context, and the heads of the sequential stage.
+
+Source: "DSpark: Confidence-Scheduled Speculative Decoding with Semi-Autoregressive Generation" (Cheng et al., 2026), section 3.1.
+Axis words: `batch`; `context` tokens the target has processed; `rows` block positions; `hidden`; `vocab`.
+"""
+
+import weakref
+from copy import deepcopy
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, eager_attention_forward, rotate_half
+
+from .checkpoints import read_checkpoint, save_folder
+from .configuration_dspark import DSparkConfig
+from .context_cache import ContextCache
+from .heads import ConfidenceHead, MarkovHead
+from .target_tables import TargetTables
+
+__all__ = ["DSparkDraftModel"]
+
+
+class DSparkAttention(nn.Module):
+    """Queries from the block; keys and values from context features (KV injection, eq. 3) and block, at true positions."""
+
+    def __init__(self, config: DSparkConfig, layer_idx: int):
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = False
+        hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+        self.q_proj = nn.Linear(hidden, heads * self.head_dim, bias=config.attention_bias)
+        self.k_proj = nn.Linear(hidden, kv_heads * self.head_dim, bias=config.attention_bias)
+        self.v_proj = nn.Linear(hidden, kv_heads * self.head_dim, bias=config.attention_bias)
+        self.o_proj = nn.Linear(heads * self.head_dim, hidden, bias=config.attention_bias)
+        self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        rows: torch.Tensor,
+        context_features: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None,
+        cache: ContextCache | None,
+    ) -> torch.Tensor:
+        """`rows` (batch, rows, hidden) normed, `context_features` (batch, new, hidden) -> (batch, rows, hidden)."""
+        batch, num_rows, _ = rows.shape
+        sources = torch.cat([context_features, rows], dim=1)  # (batch, new + rows, hidden)
+        queries = self.q_norm(self.q_proj(rows).view(batch, num_rows, -1, self.head_dim)).transpose(1, 2)
+        keys = self.k_norm(self.k_proj(sources).view(batch, sources.shape[1], -1, self.head_dim)).transpose(1, 2)
+        values = self.v_proj(sources).view(batch, sources.shape[1], -1, self.head_dim).transpose(1, 2)
+        cos, sin = (table.unsqueeze(1) for table in position_embeddings)
+        keys = keys * cos + rotate_half(keys) * sin
+        cos, sin = cos[:, :, -num_rows:], sin[:, :, -num_rows:]
+        queries = queries * cos + rotate_half(queries) * sin
+        if cache is not None:
+            keys, values = cache.write(self.layer_idx, keys, values)
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        dropout = self.attention_dropout if self.training else 0.0
+        output, _ = attention(self, queries, keys, values, attention_mask, dropout=dropout, scaling=self.scaling)
+        return self.o_proj(output.reshape(batch, num_rows, -1))
+
+
+class DSparkLayer(GradientCheckpointingLayer):
+    """Pre-norm attention and feed-forward over the block; the context stream passes through unnormed and unchanged."""
+
+    def __init__(self, config: DSparkConfig, layer_idx: int):
+        super().__init__()
+        self.self_attn = DSparkAttention(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, rows, context_features, position_embeddings, attention_mask, cache):
+        rows = rows + self.self_attn(self.input_layernorm(rows), context_features, position_embeddings, attention_mask, cache)
+        return rows + self.mlp(self.post_attention_layernorm(rows))
+
+
+class DSparkDraftModel(PreTrainedModel):
+    """Drafts a block of tokens for a target model whose hidden states, embedding and output head it borrows.
+
+    `DSparkDraftModel.from_pretrained(folder or hub id)` is the only door; pass the result as
+    `target.generate(..., assistant_model=draft)`. The knobs of decoding are in `draft.generation_config`.
+    """
+
+    config: DSparkConfig
+    config_class = DSparkConfig
+    base_model_prefix = ""
+    main_input_name = "block_ids"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DSparkLayer"]
+    _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    # Copies of the target's tables are read apart from the parameters (see `bind`).
+    _keys_to_ignore_on_load_unexpected = [r"^embed_tokens\.weight$", r"^lm_head\.weight$"]
+
+    def __init__(self, config: DSparkConfig):
+        super().__init__(config)
+        self.fc = nn.Linear(len(config.target_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList([DSparkLayer(config, layer_idx) for layer_idx in range(config.num_hidden_layers)])
+        self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.markov_head = MarkovHead(config) if config.markov_rank > 0 else None
+        self.confidence_head = ConfidenceHead(config) if config.enable_confidence_head else None
+        if config.draft_vocab_size is not None:
+            self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+            # Offsets: draft token i is the target's token i + d2t[i].
+            self.d2t = nn.Buffer(torch.zeros(config.draft_vocab_size, dtype=torch.long))
+        self.generation_config = default_generation_config()
+        self.stored_tables: dict[str, torch.Tensor] = {}
+        self._tables: TargetTables | None = None
+        # Targets whose head has been compared with their own logits (once each, at their first generate()).
+        self.checked_targets: weakref.WeakSet = weakref.WeakSet()
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if isinstance(module, MarkovHead):
+            init.zeros_(module.markov_w2.weight)  # the sequential stage starts as no bias
+        if module is self and self.config.draft_vocab_size is not None:
+            init.zeros_(self.d2t)
+
+    def bind(self, target: PreTrainedModel) -> "DSparkDraftModel":
+        """Borrows `target`'s embedding and output head (weakly); generate() and the trainer call this.
+
+        Raises:
+            ValueError: the draft does not fit the target; the message has both values.
+        """
+        if self._tables is None or self._tables._target() is not target:
+            self._tables = TargetTables(self.config, target, self.stored_tables)
+            kept = {"embed_tokens.weight": self._tables.own_embedding, "lm_head.weight": self._tables.own_head}
+            self.stored_tables = {name: table for name, table in self.stored_tables.items() if kept[name] is not None}
+        return self
+
+    @property
+    def tables(self) -> TargetTables:
+        """The borrowed tables. Raises ValueError before `bind`."""
+        if self._tables is None:
+            raise ValueError(
+                "this draft is not bound to a target, whose embedding and output head it borrows; call draft.bind(target), or pass it as "
+                "target.generate(..., assistant_model=draft)"
+            )
+        return self._tables
+
+    def context_features(self, hidden_states: list[torch.Tensor]) -> torch.Tensor:
+        """Eq. 2: outputs of the chosen target layers, each (batch, tokens, hidden), -> features (batch, tokens, hidden)."""
+        weight = self.fc.weight
+        hidden = torch.cat([layer.to(weight.device, weight.dtype) for layer in hidden_states], dim=-1)
+        return self.hidden_norm(self.fc(hidden))
+
+    def forward(
+        self,
+        block_ids: torch.Tensor,
+        context_features: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        cache: ContextCache | None = None,
+    ) -> torch.Tensor:
+        """The parallel stage over `rows` block positions.
+
+        Args:
+            block_ids: (batch, rows) long, anchors and mask tokens.
+            context_features: (batch, new, hidden), of the tokens that `cache` does not hold yet.
+            position_ids: (batch, new + rows) long, true positions of the context features, then of the block.
+            attention_mask: what the attention implementation takes, over (rows, context + rows); None: everything is seen.
+            cache: the draft's keys and values; new ones are written behind it, `cache.advance(new)` keeps the context's.
+
+        Returns:
+            h (batch, rows, hidden) after the final norm, which feeds the output head and the heads of the sequential stage.
+
+        Raises:
+            ValueError: the draft is not bound to a target.
+        """
+        rows = self.tables.embed(block_ids).to(context_features.device, context_features.dtype)
+        position_embeddings = self.rotary_emb(rows, position_ids)
+        for layer in self.layers:
+            rows = layer(rows, context_features, position_embeddings, attention_mask, cache)
+        return self.norm(rows)
+
+    def base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """U_k: `hidden` (rows..., hidden) -> (rows..., vocab), through the target's head or the draft's own (reduced vocabulary)."""
+        head = self.lm_head if self.config.draft_vocab_size is not None else None
+        return self.tables.logits(hidden, head).to(hidden.device)
+
+    def target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Ids of the draft's vocabulary as ids of the target's; the same ones unless `draft_vocab_size` is set."""
+        return draft_ids if self.config.draft_vocab_size is None else draft_ids + self.d2t[draft_ids]
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
+        """Reads DeepSpec's layout, with or without copies of the target's tables; arguments as in transformers.
+
+        Raises:
+            ValueError: another format (named), a damaged file, a missing, extra or misshapen tensor, a config that can't work.
+            OSError: there is no such folder, repository or file.
+        """
+        checkpoint = read_checkpoint(cls, pretrained_model_name_or_path, kwargs)
+        kwargs.setdefault("config", checkpoint.config)
+        draft, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        draft.stored_tables = checkpoint.stored_tables
+        draft.generation_config = checkpoint.generation_config or default_generation_config()
+        return (draft, info) if output_loading_info else draft
+
+    def save_pretrained(self, save_directory, slim: bool = True, push_to_hub: bool = False, **kwargs):
+        """Writes the canonical layout: config, weights, generation config; never a folder that loads as if whole while half-written.
+
+        Args:
+            slim: leave out the target's embedding and head. False: write them too (for DeepSpec and engines that need them).
+                Copies that came with the checkpoint are kept while no target has been seen that computes the same.
+
+        Raises:
+            ValueError: slim=False and a table of the target can't be read (unbound, quantised, or no plain weight).
+        """
+        extra = dict(self.stored_tables) if slim else {**self._readable_tables(), **self.stored_tables}
+        save_folder(self, save_directory, extra, super().save_pretrained, kwargs)
+        if push_to_hub:
+            self.push_to_hub(kwargs.get("repo_id", str(save_directory).rstrip("/").rsplit("/", 1)[-1]))
+
+    def _readable_tables(self) -> dict[str, torch.Tensor]:
+        target = self.tables.target
+        modules = {"embed_tokens.weight": target.get_input_embeddings(), "lm_head.weight": target.get_output_embeddings()}
+        if self.config.draft_vocab_size is not None:
+            del modules["lm_head.weight"]
+        tables = {}
+        for name, module in modules.items():
+            try:
+                table = module.weight.detach()
+            except Exception as error:
+                raise ValueError(f"slim=False needs {name}, but {type(module).__name__} of the target can't be read: {error}") from error
+            if table.shape != (self.config.vocab_size, self.config.hidden_size) or not table.is_floating_point():
+                raise ValueError(f"slim=False needs {name} of shape {(self.config.vocab_size, self.config.hidden_size)}, the target's is {table.dtype} {tuple(table.shape)}")
+            tables[name] = table.to(self.dtype)
+        return tables
+
+    def __getstate__(self):
+        # Weak references can't be pickled; a copy is bound anew at its first generate().
+        return {**self.__dict__, "_tables": None, "checked_targets": None}
+
+    def __setstate__(self, state):
+        super().__setstate__({**state, "checked_targets": weakref.WeakSet()})
+
+    def __deepcopy__(self, memo):
+        copy = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copy
+        copy.__setstate__(deepcopy(self.__getstate__(), memo))
+        return copy
+
+
+def default_generation_config() -> GenerationConfig:
+    """The knobs of decoding with a draft, at their defaults.
+
+    `num_assistant_tokens` drafts a round, None: the whole block. `assistant_confidence_threshold` cuts where the prefix survival
+    a_k falls below it, `conditional_confidence_threshold` where c_k does; 0: no cut. `draft_sampling` "chain" or "argmax",
+    None: chain when sampling with a Markov head, else argmax. `raise_on_draft_failure`: raise instead of finishing alone.
+    """
+    return GenerationConfig(
+        num_assistant_tokens=None,
+        assistant_confidence_threshold=0.0,
+        conditional_confidence_threshold=0.0,
+        draft_sampling=None,
+        raise_on_draft_failure=False,
+    )

@@ -1,0 +1,1 @@
+"""Training recipes (YAML); each opens with the command that runs it."""

@@ -1,0 +1,1 @@
+"""Measuring a pair: acceptance, speed, losslessness."""

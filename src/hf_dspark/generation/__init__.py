@@ -1,0 +1,1 @@
+"""Decoding with a draft: drafting, verification, acceptance, the loop over rounds."""
