@@ -37,8 +37,11 @@ def read_checkpoint(model_class, name_or_path, options: dict) -> Checkpoint:
         OSError: there is no such folder, repository or file.
     """
     hub_options = {key: options[key] for key in _HUB_OPTIONS if key in options}
-    if Path(name_or_path).is_dir() and (Path(name_or_path) / "adapter_config.json").exists() and not (Path(name_or_path) / "config.json").exists():
-        raise ValueError(f"{name_or_path} holds a PEFT adapter alone; load it with PeftModel.from_pretrained(DSparkDraftModel.from_pretrained(base), {str(name_or_path)!r})")
+    folder = Path(name_or_path)
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        raise ValueError(
+            f"{name_or_path} holds a PEFT adapter alone; load it with PeftModel.from_pretrained(DSparkDraftModel.from_pretrained(base), {str(name_or_path)!r})"
+        )
     values = _read_json(cached_file(name_or_path, "config.json", **hub_options))
     if (problem := unsupported_format(values)) is not None:
         raise ValueError(f"{name_or_path} can't be loaded as a DSpark draft: {problem}")
@@ -92,7 +95,7 @@ def check_tensors(model_class, config, files: list[str], name: str) -> None:
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
-                found |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}
+                found |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118 (an open file is no dict)
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged or truncated and can't be read ({error}); download or save it again") from error
     table_shape = (config.vocab_size, config.hidden_size)
@@ -100,7 +103,9 @@ def check_tensors(model_class, config, files: list[str], name: str) -> None:
     problems = [f"missing {key} {expected[key]}" for key in expected if key not in found]
     problems += [f"unexpected {key} {found[key]}" for key in found if key not in expected and key not in optional]
     problems += [
-        f"{key} has shape {found[key]}, the config asks for {shape}" for key, shape in {**expected, **optional}.items() if found.get(key, shape) != shape
+        f"{key} has shape {found[key]}, the config asks for {shape}"
+        for key, shape in {**expected, **optional}.items()
+        if found.get(key, shape) != shape
     ]
     if problems:
         raise ValueError(f"the tensors of {name} are not those its config.json describes: " + "; ".join(problems))
@@ -150,9 +155,10 @@ def _read_tables(config, files: list[str]) -> dict[str, torch.Tensor]:
     tables = {}
     for file in files:
         with safe_open(file, framework="pt") as tensors:
+            names = set(tensors.keys())
             for key in TABLE_NAMES:
                 # With a reduced vocabulary the output head is the draft's own parameter.
-                if key in tensors.keys() and not (key == "lm_head.weight" and config.draft_vocab_size is not None):
+                if key in names and not (key == "lm_head.weight" and config.draft_vocab_size is not None):
                     tables[key] = tensors.get_tensor(key)
     return tables
 

@@ -25,9 +25,7 @@ class MarkovHead(nn.Module):
         elif self.head_type == "rnn":
             self.joint_proj = nn.Linear(2 * rank + hidden, 3 * rank)
 
-    def features(
-        self, embedding: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def features(self, embedding: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One step. `embedding` W1[x_prev] (rows, rank), `hidden` h_k (rows, hidden), `state` (rows, rank) or None at a block's start.
 
         Returns what W2 multiplies, (rows, rank), and the next state (None but for the rnn head).

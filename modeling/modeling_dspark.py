@@ -239,8 +239,9 @@ class DSparkDraftModel(PreTrainedModel):
                 table = module.weight.detach()
             except Exception as error:
                 raise ValueError(f"slim=False needs {name}, but {type(module).__name__} of the target can't be read: {error}") from error
-            if table.shape != (self.config.vocab_size, self.config.hidden_size) or not table.is_floating_point():
-                raise ValueError(f"slim=False needs {name} of shape {(self.config.vocab_size, self.config.hidden_size)}, the target's is {table.dtype} {tuple(table.shape)}")
+            shape = (self.config.vocab_size, self.config.hidden_size)
+            if table.shape != shape or not table.is_floating_point():
+                raise ValueError(f"slim=False needs {name} of shape {shape}, the target's is {table.dtype} {tuple(table.shape)}")
             tables[name] = table.to(self.dtype)
         return tables
 

@@ -33,7 +33,9 @@ class TargetTables:
                     + (f" (was it resized? mask_token_id {config.mask_token_id} must stay inside its embedding)" if name == "vocab_size" else "")
                 )
         if target.get_output_embeddings() is None:
-            raise ValueError(f"the target {type(target).__name__} has no output head (get_output_embeddings() is None); load it with a causal LM head")
+            raise ValueError(
+                f"the target {type(target).__name__} has no output head (get_output_embeddings() is None); load it with a causal LM head"
+            )
         self._target = weakref.ref(target)
         # Granite divides by its scaling, Cohere multiplies by its scale, Gemma caps softly; each before the Markov bias.
         self._divisor = getattr(text_config, "logits_scaling", None)

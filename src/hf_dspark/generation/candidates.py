@@ -205,7 +205,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def _layers(self, outputs) -> list[torch.Tensor]:
         if outputs.hidden_states is None or any(outputs.hidden_states[index] is None for index in self._layer_indices):
-            raise ValueError(f"{type(self.tables.target).__name__} returned no hidden states of its layers {self.draft.config.target_layer_ids}, which the draft reads")
+            layer_ids, name = self.draft.config.target_layer_ids, type(self.tables.target).__name__
+            raise ValueError(f"{name} returned no hidden states of its layers {layer_ids}, which the draft reads")
         return [outputs.hidden_states[index] for index in self._layer_indices]
 
     def _check_head(self) -> None:

@@ -117,7 +117,9 @@ def refuse_unsupported(target: PreTrainedModel, draft: DSparkDraftModel, generat
         if value is not None and value != filled_in:
             raise ValueError(f"{name}={value!r} given to generate() does not reach a DSpark draft; set draft.generation_config.{name} instead")
     if generation_config.num_return_sequences not in (None, 1):
-        raise ValueError(f"num_return_sequences={generation_config.num_return_sequences} is not supported with a DSpark draft; call generate() once for each")
+        raise ValueError(
+            f"num_return_sequences={generation_config.num_return_sequences} is not supported with a DSpark draft; call generate() once for each"
+        )
     if generation_config.return_dict_in_generate:
         for name in ("output_hidden_states", "output_attentions"):
             if getattr(generation_config, name):

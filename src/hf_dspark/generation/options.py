@@ -63,5 +63,6 @@ def _refuse_misspelt(knobs: GenerationConfig) -> None:
         if not name.startswith("_") and name not in known:
             close = get_close_matches(name, known, n=1)
             raise ValueError(
-                f"draft.generation_config has an unknown option {name!r} (value {getattr(knobs, name)!r})" + (f"; did you mean {close[0]!r}?" if close else "")
+                f"draft.generation_config has an unknown option {name!r} (value {getattr(knobs, name)!r})"
+                + (f"; did you mean {close[0]!r}?" if close else "")
             )

@@ -24,7 +24,9 @@ def draft_processors(processors: LogitsProcessorList) -> LogitsProcessorList:
             if not isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
                 chosen.append(processor)
             continue
-        modules = {id(value): value for value in vars(processor).values() if isinstance(value, torch.nn.Module)} if hasattr(processor, "__dict__") else {}
+        modules = (
+            {id(value): value for value in vars(processor).values() if isinstance(value, torch.nn.Module)} if hasattr(processor, "__dict__") else {}
+        )
         try:
             chosen.append(copy.deepcopy(processor, modules))
         except Exception:

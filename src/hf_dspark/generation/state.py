@@ -87,4 +87,3 @@ def draft_state(draft: DSparkDraftModel, cache, past_length: int, input_ids: tor
 def forget_draft_state(cache) -> None:
     """Drops what a failed draft may have left half-written."""
     cache.__dict__.pop(_ATTRIBUTE, None)
-

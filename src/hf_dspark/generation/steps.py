@@ -7,7 +7,9 @@ from transformers.utils import ModelOutput
 __all__ = ["advance", "prefill", "rollback", "verify"]
 
 
-def prefill(target: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict, overrides: dict) -> ModelOutput:
+def prefill(
+    target: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict, overrides: dict
+) -> ModelOutput:
     """The first forward, over everything the cache does not hold: `input_ids` (1, tokens) -> outputs with logits (1, ..., vocab)."""
     return target._prefill(input_ids, generation_config, {**model_kwargs, **overrides})
 
