@@ -39,9 +39,8 @@ def read_checkpoint(model_class, name_or_path, options: dict) -> Checkpoint:
     hub_options = {key: options[key] for key in _HUB_OPTIONS if key in options}
     folder = Path(name_or_path)
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
-        raise ValueError(
-            f"{name_or_path} holds a PEFT adapter alone; load it with PeftModel.from_pretrained(DSparkDraftModel.from_pretrained(base), {str(name_or_path)!r})"
-        )
+        loading = f"PeftModel.from_pretrained(DSparkDraftModel.from_pretrained(base), {str(name_or_path)!r})"
+        raise ValueError(f"{name_or_path} holds a PEFT adapter alone; load it with {loading}")
     values = _read_json(cached_file(name_or_path, "config.json", **hub_options))
     if (problem := unsupported_format(values)) is not None:
         raise ValueError(f"{name_or_path} can't be loaded as a DSpark draft: {problem}")

@@ -1,6 +1,6 @@
 """Configuration of a DSpark draft model."""
 
-from difflib import get_close_matches
+from difflib import SequenceMatcher
 from functools import wraps
 
 from huggingface_hub.dataclasses import strict
@@ -10,8 +10,8 @@ from transformers import Qwen3Config
 __all__ = ["DSparkConfig", "spread_target_layers"]
 
 MARKOV_HEAD_TYPES = ("vanilla", "gated", "rnn")
-# A misspelt key scores above this; `v_head_dim` beside `head_dim`, the nearest pair of real names, scores 0.89.
-_TYPO_SIMILARITY = 0.9
+# Words of a misspelt key score above this beside the true ones; `boi` beside `bos`, words of two real keys, scores 0.67.
+_TYPO_SIMILARITY = 0.75
 
 
 def spread_target_layers(num_target_layers: int, num_layers: int = 5) -> list[int]:
@@ -65,10 +65,13 @@ class DSparkConfig(Qwen3Config):
     base_model_revision: str | None = None
 
     def __post_init__(self, **kwargs):
-        known = sorted(self.__dataclass_fields__)
         for key in kwargs:
-            if key not in known and (close := get_close_matches(key, known, n=1, cutoff=_TYPO_SIMILARITY)):
-                raise ValueError(f"unknown option {key!r} (value {kwargs[key]!r}) in a DSparkConfig; did you mean {close[0]!r}?")
+            for known in self.__dataclass_fields__:
+                if key not in self.__dataclass_fields__ and _looks_misspelt(key, known):
+                    raise ValueError(f"unknown option {key!r} (value {kwargs[key]!r}) in a DSparkConfig; did you mean {known!r}?")
+        theta, stated = kwargs.get("rope_theta"), (self.rope_parameters or {}).get("rope_theta")
+        if theta is not None and stated is not None and theta != stated:
+            raise ValueError(f"rope_theta={theta} and rope_parameters['rope_theta']={stated} disagree; a draft has one RoPE base")
         if self.target_layer_ids is None:
             self.target_layer_ids = spread_target_layers(self.num_target_layers)
         super().__post_init__(**kwargs)
@@ -144,6 +147,14 @@ class DSparkConfig(Qwen3Config):
         if not self.enable_confidence_head:
             values.pop("confidence_head_with_markov", None)
         return {key: value for key, value in values.items() if value is not None or key not in _WRITTEN_IF_SET}
+
+
+def _looks_misspelt(key: str, known: str) -> bool:
+    """Whether `key` resembles the option `known` word by word; a target's own `v_head_dim` or `swa_num_attention_heads` does not."""
+    words, known_words = key.split("_"), known.split("_")
+    if len(words) != len(known_words):
+        return "".join(words) == "".join(known_words)
+    return all(SequenceMatcher(None, word, known_word).ratio() >= _TYPO_SIMILARITY for word, known_word in zip(words, known_words))
 
 
 def _raising_value_errors(init):

@@ -38,6 +38,9 @@ class Request:
         self.logits = () if wants and generation_config.output_logits else None
         self.keep_rows = self.scores is not None or self.logits is not None
         self.stop_ids = _plain_stop_ids(stopping_criteria)
+        # A length criterion given by the user takes the place of the one made from max_length.
+        limits = [criterion.max_length for criterion in stopping_criteria if isinstance(criterion, MaxLengthCriteria)]
+        self.max_length = min(limits, default=generation_config.max_length)
         report = active_report.get()
         self.clock = None if report is None else _Clock(report, input_ids.shape[1], target.device)
         if generator is not None:
@@ -51,7 +54,7 @@ class Request:
     @property
     def budget(self) -> int:
         """Tokens that may still be written."""
-        return self.generation_config.max_length - self.input_ids.shape[1]
+        return self.max_length - self.input_ids.shape[1]
 
     def start(self) -> None:
         """Prefill and the first token, which leaves before the draft is touched."""

@@ -88,6 +88,8 @@ def _generate(
 ):  # fmt: skip
     if input_ids.shape[0] != 1:
         raise ValueError(f"generate() with a DSpark draft takes one prompt at a time, got a batch of {input_ids.shape[0]}")
+    if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
+        raise ValueError("the prompt is empty (input_ids of shape (1, 0)); give it at least one token, for example the tokenizer's bos_token_id")
     if model_kwargs.get("cache") is None:
         raise ValueError("decoding with a DSpark draft needs a cache (use_cache=True and a target that supports one)")
     generator = DSparkCandidateGenerator(draft, target, generation_config, logits_processor)

@@ -1,0 +1,132 @@
+"""Training blocks: anchors drawn from a sequence, the tokens of their blocks, and who may see whom (paper section 3.3).
+
+Axis words: `batch`; `tokens` of a sequence; `anchors` blocks of a sequence; `block` the B positions of one; `rows` = anchors * block.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_dspark.modeling import DSparkDraftModel
+
+__all__ = ["Blocks", "block_attention_mask", "block_hidden_states", "eligible_anchors", "make_blocks", "sample_anchors", "sample_batch_anchors"]
+
+NO_ANCHOR = -1
+
+
+@dataclass(slots=True)
+class Blocks:
+    """The blocks of a batch of sequences, slot k of a block at position anchor + k and predicting the token behind it.
+
+    anchors: (batch, anchors) long, positions; -1 where a sequence has fewer. block_ids: (batch, anchors, block) long, the anchor's
+    token and mask tokens. previous_ids: (batch, anchors, block) long, the true token at each slot, which teacher-forces the Markov
+    head. labels: (batch, anchors, block) long, the true token behind each slot. slot_mask: (batch, anchors, block) bool, slots that
+    count. positions: (batch, anchors, block) long.
+    """
+
+    anchors: torch.Tensor
+    block_ids: torch.Tensor
+    previous_ids: torch.Tensor
+    labels: torch.Tensor
+    slot_mask: torch.Tensor
+    positions: torch.Tensor
+
+
+def eligible_anchors(loss_mask: torch.Tensor) -> torch.Tensor:
+    """Positions whose own token and next token are supervised: `loss_mask` (tokens,) -> (eligible,) long, increasing."""
+    supervised = loss_mask.bool()
+    return (supervised[:-1] & supervised[1:]).nonzero()[:, 0]
+
+
+def sample_anchors(loss_mask: torch.Tensor, num_anchors: int, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Draws anchors without replacement: `loss_mask` (tokens,) -> (anchors,) long, increasing; all eligible ones where they are fewer."""
+    eligible = eligible_anchors(loss_mask)
+    order = torch.randperm(len(eligible), generator=generator)[:num_anchors]
+    return eligible[order.to(eligible.device)].sort().values
+
+
+def sample_batch_anchors(loss_mask: torch.Tensor, num_anchors: int, generator: torch.Generator | None = None) -> torch.Tensor:
+    """`sample_anchors` of each sequence: `loss_mask` (batch, tokens) -> (batch, anchors) long, padded with -1; at least one column."""
+    drawn = [sample_anchors(row, num_anchors, generator) for row in loss_mask]
+    anchors = loss_mask.new_full((len(drawn), max(1, *map(len, drawn))), NO_ANCHOR, dtype=torch.long)
+    for row, positions in zip(anchors, drawn):
+        row[: len(positions)] = positions
+    return anchors
+
+
+def make_blocks(input_ids: torch.Tensor, loss_mask: torch.Tensor, anchors: torch.Tensor, block_size: int, mask_token_id: int) -> Blocks:
+    """Cuts the blocks out of `input_ids` (batch, tokens) long at `anchors` (batch, anchors) long, -1: none.
+
+    A slot counts while its label is inside the sequence and supervised by `loss_mask` (batch, tokens) without a gap since the anchor.
+    """
+    batch, num_tokens = input_ids.shape
+    positions = anchors.clamp(min=0)[..., None] + torch.arange(block_size, device=anchors.device)  # (batch, anchors, block)
+    inside = positions.clamp(max=num_tokens - 1)
+    next_inside = (positions + 1).clamp(max=num_tokens - 1)
+
+    def gather(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return values.gather(1, index.view(batch, -1)).view_as(index)
+
+    supervised = gather(loss_mask.bool(), next_inside) & (positions + 1 < num_tokens) & (anchors != NO_ANCHOR)[..., None]
+    previous_ids = gather(input_ids, inside)
+    block_ids = torch.full_like(previous_ids, mask_token_id)
+    block_ids[..., 0] = previous_ids[..., 0]
+    return Blocks(
+        anchors=anchors,
+        block_ids=block_ids,
+        previous_ids=previous_ids,
+        labels=gather(input_ids, next_inside),
+        slot_mask=supervised.long().cumprod(dim=-1).bool(),
+        positions=positions,
+    )
+
+
+def block_attention_mask(anchors: torch.Tensor, num_tokens: int, block_size: int) -> torch.Tensor:
+    """Who sees whom: `anchors` (batch, anchors) -> (batch, 1, rows, num_tokens + rows) bool, True: the row sees the key.
+
+    A row sees the context strictly before its anchor and, in both directions, its own block. The block of a missing anchor (-1)
+    sees itself alone, so that its softmax stays finite.
+    """
+    batch, num_anchors = anchors.shape
+    rows = num_anchors * block_size
+    context = torch.arange(num_tokens, device=anchors.device) < anchors[..., None]  # (batch, anchors, tokens)
+    block_of = torch.arange(num_anchors, device=anchors.device).repeat_interleave(block_size)
+    own_block = block_of[:, None] == block_of  # (rows, rows)
+    return torch.cat([context.repeat_interleave(block_size, dim=1), own_block.expand(batch, rows, rows)], dim=-1)[:, None]
+
+
+def block_hidden_states(
+    draft: DSparkDraftModel, hidden_states: list[torch.Tensor], blocks: Blocks, model: torch.nn.Module | PreTrainedModel | None = None
+) -> torch.Tensor:
+    """The parallel stage over all blocks of all sequences at once.
+
+    Args:
+        hidden_states: outputs of the chosen target layers, each (batch, tokens, hidden).
+        model: `draft` as wrapped for distributed training; None: `draft` itself.
+
+    Returns:
+        h (batch, anchors, block, hidden) after the draft's final norm.
+
+    Raises:
+        ValueError: the draft's attention implementation takes no mask of this form.
+    """
+    batch, num_anchors, block_size = blocks.block_ids.shape
+    features = draft.context_features(hidden_states)  # (batch, tokens, hidden)
+    num_tokens = features.shape[1]
+    mask = block_attention_mask(blocks.anchors, num_tokens, block_size)
+    implementation = draft.config._attn_implementation
+    if implementation == "eager":
+        mask = torch.zeros(mask.shape, dtype=features.dtype, device=mask.device).masked_fill_(~mask, torch.finfo(features.dtype).min)
+    elif implementation != "sdpa":
+        raise ValueError(
+            f"a draft is trained with attn_implementation 'sdpa' or 'eager', got {implementation!r}; call draft.set_attn_implementation('sdpa')"
+        )
+    context_positions = torch.arange(num_tokens, device=mask.device).expand(batch, -1)
+    hidden = (draft if model is None else model)(
+        block_ids=blocks.block_ids.flatten(1),
+        context_features=features,
+        position_ids=torch.cat([context_positions, blocks.positions.flatten(1)], dim=1),
+        attention_mask=mask,
+    )
+    return hidden.view(batch, num_anchors, block_size, -1)

@@ -1,0 +1,122 @@
+"""Trains a draft for a target: `hf-dspark distill RECIPE.yaml`."""
+
+import json
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from hf_dspark.distillation.arguments import DistillationArguments
+from hf_dspark.distillation.data import load_rows
+from hf_dspark.distillation.trainer import DSparkTrainer
+from hf_dspark.modeling import DSparkConfig, DSparkDraftModel
+from hf_dspark.modeling.configuration_dspark import spread_target_layers
+
+__all__ = ["distill", "draft_config", "new_draft"]
+
+_REPORTED = ("eval_loss", "eval_ce", "eval_l1", "eval_confidence", "eval_tau")
+
+
+def distill(args: DistillationArguments) -> Path:
+    """Trains a draft and writes it, slim, with `distillation.json` (the held-out losses and tau) to `args.output_dir`.
+
+    Raises:
+        ValueError: options that don't fit the target, its tokenizer or the data.
+        OSError: there is no such target.
+    """
+    set_seed(args.seed)
+    target = AutoModelForCausalLM.from_pretrained(args.target, dtype="auto")
+    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    train_rows, eval_rows = load_rows(args, tokenizer)
+    if args.init_draft is None:
+        draft = new_draft(draft_config(target, tokenizer, args), target, train_rows)
+    else:
+        draft = DSparkDraftModel.from_pretrained(args.init_draft, dtype=torch.float32)
+        if args.max_length < draft.config.block_size + 2:
+            raise ValueError(f"max_length={args.max_length} is too short for the block_size {draft.config.block_size} of {args.init_draft}")
+    trainer = DSparkTrainer(draft, target, args, train_dataset=train_rows, eval_dataset=eval_rows)
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    report = {"steps": trainer.state.global_step, "num_train_rows": len(train_rows)}
+    if eval_rows is not None:
+        metrics = trainer.evaluate()
+        report |= {name: metrics[name] for name in _REPORTED if name in metrics}
+    output = Path(args.output_dir)
+    if trainer.is_world_process_zero():
+        draft.config.base_model_name_or_path = args.target
+        draft.to(getattr(torch, args.save_dtype)).save_pretrained(output)
+        (output / "distillation.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+        print(", ".join(f"{name} {value:.4g}" for name, value in report.items()) + f"; wrote {output}")
+    return output
+
+
+def draft_config(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: DistillationArguments) -> DSparkConfig:
+    """The config of a new draft: what must agree with the target is the target's, the rest comes from `args`.
+
+    Raises:
+        ValueError: no mask token is known, or the options are impossible together.
+    """
+    config = target.config.get_text_config()
+    mask_token_id = tokenizer.mask_token_id if args.mask_token_id is None else args.mask_token_id
+    if mask_token_id is None:
+        raise ValueError(
+            f"the tokenizer of {args.target} has no mask token; set mask_token_id to a row of its embedding (0 to {config.vocab_size - 1}) that "
+            "never occurs in text, such as a reserved special token"
+        )
+    # Families differ in which of these their configs have (GPT-2 has none); a missing one follows from the others.
+    heads = args.num_attention_heads or config.num_attention_heads
+    head_dim = args.head_dim or getattr(config, "head_dim", None) or config.hidden_size // heads
+    return DSparkConfig(
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        num_target_layers=config.num_hidden_layers,
+        target_layer_ids=args.target_layer_ids or spread_target_layers(config.num_hidden_layers),
+        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
+        rope_parameters=_rope_parameters(config),
+        max_position_embeddings=config.max_position_embeddings,
+        eos_token_id=target.generation_config.eos_token_id if target.generation_config.eos_token_id is not None else config.eos_token_id,
+        bos_token_id=config.bos_token_id,
+        pad_token_id=config.pad_token_id,
+        intermediate_size=args.intermediate_size or getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        num_hidden_layers=args.num_draft_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=args.num_key_value_heads or getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=head_dim,
+        block_size=args.block_size,
+        mask_token_id=mask_token_id,
+        markov_rank=args.markov_rank,
+        markov_head_type=args.markov_head_type,
+        enable_confidence_head=args.enable_confidence_head,
+        confidence_head_with_markov=args.confidence_head_with_markov,
+        draft_vocab_size=args.draft_vocab_size,
+        num_anchors=args.num_anchors,
+        base_model_name_or_path=args.target,
+        base_model_revision=getattr(config, "_commit_hash", None),
+        tie_word_embeddings=False,
+    )
+
+
+def new_draft(config: DSparkConfig, target: PreTrainedModel, rows: Dataset) -> DSparkDraftModel:
+    """A draft with fresh weights; a reduced vocabulary holds the most frequent tokens of `rows` and starts from the target's head."""
+    draft = DSparkDraftModel(config)
+    size = config.draft_vocab_size
+    if size is not None:
+        counts = torch.zeros(config.vocab_size, dtype=torch.long)
+        for ids in rows["input_ids"]:
+            counts += torch.bincount(torch.as_tensor(ids), minlength=config.vocab_size)
+        kept = counts.argsort(descending=True, stable=True)[:size].sort().values
+        draft.d2t.copy_(kept - torch.arange(size))
+        with torch.no_grad():
+            # The head is called, not read: it may be quantised, or not a plain linear layer.
+            unit_rows = torch.eye(config.hidden_size, dtype=target.dtype, device=target.device)
+            draft.lm_head.weight.copy_(target.get_output_embeddings()(unit_rows).T[kept.to(target.device)])
+    return draft
+
+
+def _rope_parameters(config) -> dict:
+    """The target's rotary embedding; where layer types have their own, the one of full attention; the usual one for a target without."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = rope.get("full_attention", rope)
+    if "rope_theta" not in rope:
+        return {"rope_type": "default", "rope_theta": 10_000.0}
+    return {key: value for key, value in rope.items() if key != "partial_rotary_factor"}

@@ -1,0 +1,45 @@
+"""What a frozen target tells its draft about a text: the outputs of the chosen layers, and the hidden state its logits come from."""
+
+import inspect
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+
+__all__ = ["TargetFeatures", "target_features"]
+
+
+class TargetFeatures(NamedTuple):
+    """One target forward.
+
+    hidden_states: outputs of the chosen layers, each (batch, tokens, hidden). last_hidden: (batch, tokens, hidden), after the
+    target's final norm. last_logits: (batch, vocab), the target's own logits at the last position.
+    """
+
+    hidden_states: list[torch.Tensor]
+    last_hidden: torch.Tensor
+    last_logits: torch.Tensor
+
+
+@torch.no_grad()
+def target_features(target: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, layer_ids: list[int]) -> TargetFeatures:
+    """Runs `target` over `input_ids` (batch, tokens) long, right-padded where `attention_mask` (batch, tokens) is 0.
+
+    `layer_ids` are 0-based target layers, -1 the embedding's output. The full logits (batch, tokens, vocab) are not computed where
+    the target's forward takes `logits_to_keep`.
+
+    Raises:
+        ValueError: the target returns no hidden states of a layer asked for.
+    """
+    last_index = target.config.get_text_config().num_hidden_layers
+    indices = [layer + 1 for layer in layer_ids]  # hidden_states[0] is the embedding's output
+    options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(target.forward).parameters else {}
+    outputs = target(
+        input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=[*indices, last_index], use_cache=False, return_dict=True, **options
+    )
+    states = outputs.hidden_states
+    if states is None or any(states[index] is None for index in [*indices, last_index]):
+        raise ValueError(
+            f"{type(target).__name__} returned no hidden states of its layers {layer_ids} and of its last; a draft can't be trained for it"
+        )
+    return TargetFeatures([states[index] for index in indices], states[last_index], outputs.logits[:, -1])

@@ -1,0 +1,27 @@
+"""What a measurement prints and writes: aligned tables, JSON files."""
+
+import json
+import math
+from pathlib import Path
+
+__all__ = ["table", "write_json"]
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Lines of aligned columns, the first flush left and the others flush right; `rows` are as long as `header`."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    lines = ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]) for row in [header, *rows]]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def write_json(path: str, values: dict) -> None:
+    """Writes `values` to the file at `path`; a nan, which JSON does not know, becomes null."""
+    Path(path).write_text(json.dumps(_without_nan(values), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _without_nan(value):
+    if isinstance(value, dict):
+        return {key: _without_nan(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

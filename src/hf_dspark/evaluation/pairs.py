@@ -1,0 +1,153 @@
+"""Opening a pair (target, draft, tokenizer) and the prompts that a measurement uses."""
+
+import json
+import sysconfig
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+import hf_dspark.pair
+from hf_dspark.modeling import DSparkDraftModel
+
+__all__ = ["Pair", "bundled_pair", "encode", "held_out_texts", "load_pair", "read_prompts"]
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(slots=True)
+class Pair:
+    """A target with a draft that fits it, the target's tokenizer, and the names both were loaded by."""
+
+    target: PreTrainedModel
+    draft: DSparkDraftModel
+    tokenizer: PreTrainedTokenizerBase
+    target_name: str
+    draft_name: str
+
+    @property
+    def description(self) -> str:
+        """One line for a report: names, class, dtype, device, block size."""
+        target = f"{self.target_name} ({type(self.target).__name__}, {str(self.target.dtype).removeprefix('torch.')}, {self.target.device})"
+        return f"target {target}, draft {self.draft_name} (block {self.draft.config.block_size})"
+
+
+def bundled_pair() -> Path:
+    """The folder of the pair that comes with the package; it holds `target` and `draft`."""
+    return Path(hf_dspark.pair.__file__).parent
+
+
+def load_pair(draft: str | None = None, target: str | None = None, dtype: str = "auto", device: str | None = None) -> Pair:
+    """Loads a draft and its target, both from a folder or a hub id.
+
+    Args:
+        draft: None: the bundled pair's.
+        target: None: the one that the draft's config names (`base_model_name_or_path`); the bundled one for the bundled draft.
+        dtype: of both models, one of `DTYPES`; "auto": as each was saved.
+        device: None: the first GPU where there is one, else the CPU.
+
+    Raises:
+        ValueError: the target is named nowhere, or the draft does not fit it.
+        OSError: there is no such folder or repository.
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    if draft is None and target is not None:
+        raise ValueError(f"a draft is needed for the target {target!r}; name it with --draft (the bundled draft fits the bundled target alone)")
+    bundled = bundled_pair()
+    if draft is None:
+        draft, target = str(bundled / "draft"), str(bundled / "target")
+        if not (bundled / "draft" / "config.json").exists():
+            raise ValueError(f"the bundled pair is missing from {bundled}; install the package again, or name a pair with --draft and --target")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    with _without_loading_bars():
+        draft_model = DSparkDraftModel.from_pretrained(draft, dtype=dtype)
+        target = target or draft_model.config.base_model_name_or_path
+        if not target:
+            raise ValueError(f"the config of {draft} does not name the target it was trained for (base_model_name_or_path); name it with --target")
+        target_model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
+        tokenizer = AutoTokenizer.from_pretrained(target)
+    target_model.to(device).eval()
+    draft_model.to(device).eval().bind(target_model)
+    return Pair(target_model, draft_model, tokenizer, str(target), str(draft))
+
+
+def encode(pair: Pair, text: str, raw: bool = False) -> torch.Tensor:
+    """`text` as ids (1, tokens) on the target's device, through the chat template where the tokenizer has one and `raw` is False.
+
+    Raises:
+        ValueError: there is no token, or no room for an answer in the target's context.
+    """
+    if not text:
+        raise ValueError("the prompt is empty ''; give it some text")
+    if pair.tokenizer.chat_template and not raw:
+        messages = [{"role": "user", "content": text}]
+        ids = pair.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    else:
+        ids = pair.tokenizer(text)["input_ids"]
+    if not ids:
+        raise ValueError(f"the tokenizer of {pair.target_name} makes no token of the prompt {text!r}")
+    context = pair.target.config.get_text_config().max_position_embeddings
+    if len(ids) >= context:
+        raise ValueError(f"the prompt has {len(ids)} tokens, but the context of {pair.target_name} ends at {context}; shorten it")
+    return torch.tensor([ids], device=pair.target.device)
+
+
+def read_prompts(path: str) -> list[str]:
+    """The prompts of a JSONL file, each line with `turns` (a list, whose first is taken) or `prompt`.
+
+    Raises:
+        ValueError: a line is not such an object, or there is none; names the line.
+        OSError: the file can't be read.
+    """
+    prompts = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            prompt = entry["turns"][0] if "turns" in entry else entry["prompt"]
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise ValueError(f'{path}, line {number}: expected {{"turns": ["..."]}} or {{"prompt": "..."}}, got {line[:80]!r}') from error
+        if not isinstance(prompt, str):
+            raise ValueError(f"{path}, line {number}: the prompt must be a text, got {prompt!r}")
+        prompts.append(prompt)
+    if not prompts:
+        raise ValueError(f"{path} holds no prompt")
+    return prompts
+
+
+def held_out_texts(target_folder: str, num_texts: int) -> list[str]:
+    """The first `num_texts` modules of Python's standard library that training left out, as far as this machine has them.
+
+    `pretraining.json` beside a target that `hf-dspark pretrain` made names them; for any other target the split is made anew.
+
+    Raises:
+        ValueError: there are fewer of them.
+    """
+    report = Path(target_folder) / "pretraining.json"
+    if report.exists():
+        root = Path(sysconfig.get_paths()["stdlib"])
+        names = json.loads(report.read_text(encoding="utf-8"))["held_out_modules"]
+        texts = [(root / name).read_text(encoding="utf-8") for name in names if (root / name).exists()]
+    else:
+        from hf_dspark.distillation.corpus import held_out_split, stdlib_modules
+
+        texts = list(held_out_split(stdlib_modules(), 96)[1].values())
+    if not 0 < num_texts <= len(texts):
+        raise ValueError(f"the number of held-out modules must lie between 1 and {len(texts)}, got {num_texts}")
+    return texts[:num_texts]
+
+
+@contextmanager
+def _without_loading_bars():
+    enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,190 @@
+"""How a step runs the target: kinds of targets and of caches, each equal to plain generate()."""
+
+import logging
+
+import pytest
+import torch
+from oracle import ALL_KINDS, VOCAB, ScriptedDraft, build, compare_greedy, kinds_of_acceptance, right_for, right_with_probability, tiny_draft, tiny_target
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    StaticCache,
+)
+
+from hf_dspark.generation import steps
+
+PROMPT = torch.tensor([[5, 9, 3, 17, 22, 8, 40, 2, 11, 6, 31]])
+
+COMMON = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=256,
+    initializer_range=0.4,
+    eos_token_id=None,
+    pad_token_id=None,
+    bos_token_id=None,
+)
+MIXED_LAYERS = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+GPT2 = dict(vocab_size=VOCAB, n_embd=32, n_layer=4, n_head=4, n_positions=256, initializer_range=0.3, eos_token_id=None, bos_token_id=None)
+
+# Name -> (class, config): one tiny target of each kind.
+TARGETS = {
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config(**COMMON, head_dim=8, tie_word_embeddings=False)),
+    "qwen3-tied": (Qwen3ForCausalLM, Qwen3Config(**COMMON, head_dim=8, tie_word_embeddings=True)),
+    "llama": (LlamaForCausalLM, LlamaConfig(**COMMON, tie_word_embeddings=False)),
+    "llama-tied": (LlamaForCausalLM, LlamaConfig(**COMMON, tie_word_embeddings=True)),
+    # The window is smaller than the prompt, and the text goes far past it.
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig(**COMMON, head_dim=8, sliding_window=6, layer_types=MIXED_LAYERS, query_pre_attn_scalar=8)),
+    "gemma3-all-sliding": (Gemma3ForCausalLM, Gemma3TextConfig(**COMMON, head_dim=8, sliding_window=6, layer_types=["sliding_attention"] * 4, query_pre_attn_scalar=8)),
+    "gemma2-soft-cap": (Gemma2ForCausalLM, Gemma2Config(**COMMON, head_dim=8, sliding_window=6, query_pre_attn_scalar=8, final_logit_softcapping=2.0)),
+    "mistral-sliding": (MistralForCausalLM, MistralConfig(**COMMON, head_dim=8, sliding_window=6, tie_word_embeddings=False)),
+    "qwen3-moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(**COMMON, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, tie_word_embeddings=False),
+    ),
+    "mixtral": (MixtralForCausalLM, MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False)),
+    "gpt2": (GPT2LMHeadModel, GPT2Config(**GPT2)),
+    "gpt2-untied": (GPT2LMHeadModel, GPT2Config(**GPT2, tie_word_embeddings=False)),
+    "gpt-neox": (GPTNeoXForCausalLM, GPTNeoXConfig(**{key: value for key, value in COMMON.items() if key != "num_key_value_heads"}, tie_word_embeddings=False)),
+    "granite": (GraniteForCausalLM, GraniteConfig(**COMMON, logits_scaling=8.0, embedding_multiplier=12.0, residual_multiplier=0.5, tie_word_embeddings=True)),
+    "cohere": (CohereForCausalLM, CohereConfig(**COMMON, logit_scale=0.0625, tie_word_embeddings=True)),
+}
+
+
+# Where tied or scaled embeddings drown the layers, the text would repeat one token: their weights are scaled down.
+SMALL_EMBEDDINGS = ("gemma3", "gemma3-all-sliding", "gemma2-soft-cap", "granite", "cohere")
+
+
+def target_of_kind(name: str):
+    """The target `name` of TARGETS."""
+    target = build(*TARGETS[name])
+    if name in SMALL_EMBEDDINGS:
+        with torch.no_grad():
+            target.get_input_embeddings().weight.mul_(0.2)
+    return target
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_kind_of_target(name):
+    target = target_of_kind(name)
+    draft = tiny_draft(target, ScriptedDraft)
+    result = compare_greedy(target, draft, lambda: dict(input_ids=PROMPT, max_new_tokens=60))
+    assert kinds_of_acceptance(result.report) == ALL_KINDS
+    assert len(set(result.new_tokens)) > 8  # a constant text would prove little
+    compare_greedy(target, tiny_draft(target), lambda: dict(input_ids=PROMPT, max_new_tokens=12))
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma3-all-sliding", "mistral-sliding"])
+@pytest.mark.parametrize("num_right", range(5))
+def test_sliding_windows_with_every_length_of_acceptance(name, num_right):
+    target = target_of_kind(name)
+    draft = tiny_draft(target, ScriptedDraft)
+    script = lambda text, vocab: right_for(text, num_right, vocab)
+    for prompt in (PROMPT, PROMPT[:, :3]):  # longer than the window, and reaching it inside a block
+        compare_greedy(target, draft, lambda: dict(input_ids=prompt, max_new_tokens=20), script)
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt2", "mixtral", "granite"])
+def test_left_padding_of_other_targets(name):
+    target = target_of_kind(name)
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), PROMPT], dim=1)
+    mask = torch.tensor([[0] * 4 + [1] * PROMPT.shape[1]])
+    result = compare_greedy(target, tiny_draft(target, ScriptedDraft), lambda: dict(input_ids=padded, attention_mask=mask, max_new_tokens=40))
+    assert kinds_of_acceptance(result.report) == ALL_KINDS
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama", "gpt2", "qwen3-moe"])
+def test_static_cache_at_every_budget(name):
+    target = target_of_kind(name)
+    draft = tiny_draft(target, ScriptedDraft)
+    kinds = set()
+    for budget in range(1, 13):
+        script = lambda text, vocab: right_with_probability(text, seed=budget, vocab=vocab)
+        result = compare_greedy(target, draft, lambda: dict(input_ids=PROMPT, max_new_tokens=budget, cache_implementation="static"), script)
+        kinds |= kinds_of_acceptance(result.report)
+    assert kinds == ALL_KINDS
+    assert isinstance(result.drafted.cache, StaticCache)
+
+
+def test_static_cache_with_left_padding():
+    target = tiny_target()
+    padded = torch.cat([torch.zeros(1, 4, dtype=torch.long), PROMPT], dim=1)
+    mask = torch.tensor([[0] * 4 + [1] * PROMPT.shape[1]])
+    inputs = lambda: dict(input_ids=padded, attention_mask=mask, max_new_tokens=30, cache_implementation="static")
+    assert kinds_of_acceptance(compare_greedy(target, tiny_draft(target, ScriptedDraft), inputs).report) == ALL_KINDS
+
+
+def test_static_cache_with_sliding_layers_is_refused():
+    target = target_of_kind("gemma3")
+    with pytest.raises(ValueError, match="static cache with sliding-window layers"):
+        target.generate(PROMPT, do_sample=False, max_new_tokens=8, cache_implementation="static", assistant_model=tiny_draft(target))
+
+
+def test_static_cache_object_past_its_window_is_refused():
+    target = target_of_kind("gemma3")
+    cache = StaticCache(config=target.config, max_cache_len=64)
+    with pytest.raises(ValueError, match="static cache"):
+        target.generate(PROMPT, do_sample=False, max_new_tokens=8, cache=cache, assistant_model=tiny_draft(target))
+
+
+def test_cache_object_given_by_the_user():
+    for name in ("qwen3", "gemma3"):
+        target = target_of_kind(name)
+        draft = tiny_draft(target, ScriptedDraft)
+        for make_cache in (lambda: DynamicCache(config=target.config), DynamicCache):
+            compare_greedy(target, draft, lambda: dict(input_ids=PROMPT, max_new_tokens=30, cache=make_cache()))
+
+
+def test_sliding_layers_record_their_past_only_while_decoding():
+    target = target_of_kind("gemma3")
+    result = compare_greedy(target, tiny_draft(target, ScriptedDraft), lambda: dict(input_ids=PROMPT, max_new_tokens=12))
+    assert [layer.record_past for layer in result.drafted.cache.layers if hasattr(layer, "record_past")] == [False, False]
+
+
+def test_verify_runs_the_anchor_and_the_drafts():
+    target = tiny_target()
+    cache = DynamicCache(config=target.config)
+    target(PROMPT, cache=cache)
+    text = torch.cat([PROMPT, torch.tensor([[7]])], dim=1)
+    model_kwargs = dict(cache=cache, use_cache=True, attention_mask=None, position_ids=torch.arange(12)[None], logits_to_keep=1)
+    outputs = steps.verify(target, text, [4, 9], model_kwargs, {"output_hidden_states": [1]})
+    expected = target(torch.cat([text, torch.tensor([[4, 9]])], dim=1)).logits[:, -3:]
+    assert outputs.logits.shape == (1, 3, VOCAB)
+    assert torch.allclose(outputs.logits, expected, atol=1e-4)
+    assert outputs.hidden_states[1].shape[1] == 3 and outputs.hidden_states[2] is None
+    assert model_kwargs["position_ids"].shape[1] == 12  # what the caller holds stays as it was
+    steps.rollback(cache, 2)
+    assert cache.get_seq_length() == 12
+
+
+def test_a_target_of_which_the_hidden_states_are_missing_is_named(monkeypatch, caplog):
+    target = tiny_target()
+    forward = target.forward
+    monkeypatch.setattr(target, "forward", lambda *args, **kwargs: forward(*args, **{**kwargs, "output_hidden_states": False}))
+    with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match="returned no hidden states of its layers"):
+        target.generate(PROMPT, do_sample=False, max_new_tokens=8, assistant_model=tiny_draft(target))
