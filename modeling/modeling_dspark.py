@@ -19,7 +19,7 @@ from .checkpoints import read_checkpoint, save_folder
 from .configuration_dspark import DSparkConfig
 from .context_cache import ContextCache
 from .heads import ConfidenceHead, MarkovHead
-from .target_tables import TargetTables
+from .target_tables import TargetTables, check_fit
 
 __all__ = ["DSparkDraftModel"]
 
@@ -127,8 +127,6 @@ class DSparkDraftModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module):
         super()._init_weights(module)
-        if isinstance(module, MarkovHead):
-            init.zeros_(module.markov_w2.weight)  # the sequential stage starts as no bias
         if module is self and self.config.draft_vocab_size is not None:
             init.zeros_(self.d2t)
 
@@ -138,6 +136,7 @@ class DSparkDraftModel(PreTrainedModel):
         Raises:
             ValueError: the draft does not fit the target; the message has both values.
         """
+        check_fit(self.config, target)  # also of a bound target, which may have been resized since
         if self._tables is None or self._tables._target() is not target:
             self._tables = TargetTables(self.config, target, self.stored_tables)
             kept = {"embed_tokens.weight": self._tables.own_embedding, "lm_head.weight": self._tables.own_head}

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from .configuration_dspark import DSparkConfig
 
-__all__ = ["TargetTables"]
+__all__ = ["TargetTables", "check_fit"]
 
 
 class TargetTables:
@@ -21,27 +21,16 @@ class TargetTables:
     """
 
     def __init__(self, config: DSparkConfig, target: PreTrainedModel, stored: dict[str, torch.Tensor]):
+        check_fit(config, target)
         text_config = target.config.get_text_config()
-        for name, ours, theirs in (
-            ("hidden_size", config.hidden_size, text_config.hidden_size),
-            ("vocab_size", config.vocab_size, text_config.vocab_size),
-            ("num_target_layers", config.num_target_layers, text_config.num_hidden_layers),
-        ):
-            if ours != theirs:
-                raise ValueError(
-                    f"this draft does not fit its target {type(target).__name__}: the draft's {name} is {ours}, the target has {theirs}"
-                    + (f" (was it resized? mask_token_id {config.mask_token_id} must stay inside its embedding)" if name == "vocab_size" else "")
-                )
-        if target.get_output_embeddings() is None:
-            raise ValueError(
-                f"the target {type(target).__name__} has no output head (get_output_embeddings() is None); load it with a causal LM head"
-            )
         self._target = weakref.ref(target)
+        self._mask_token_id = config.mask_token_id
         # Granite divides by its scaling, Cohere multiplies by its scale, Gemma caps softly; each before the Markov bias.
         self._divisor = getattr(text_config, "logits_scaling", None)
         self._factor = getattr(text_config, "logit_scale", None)
         self._soft_cap = getattr(text_config, "final_logit_softcapping", None)
-        self.own_embedding = self.own_head = None
+        # A scaled embedding (Gemma) multiplies the rows that it stores, so a copy of them is multiplied too.
+        self._embed_scale = getattr(target.get_input_embeddings(), "embed_scale", 1.0)
         self.own_embedding = self._if_different(stored.get("embed_tokens.weight"), self._embedding_difference)
         self.own_head = self._if_different(stored.get("lm_head.weight"), self._head_difference)
 
@@ -53,11 +42,12 @@ class TargetTables:
             raise ValueError("the target that this draft was bound to no longer exists; call draft.bind(target) with a living one")
         return target
 
+    @torch.no_grad()
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """`ids` (rows...) long -> (rows..., hidden) in the target's dtype."""
+        """`ids` (rows...) long -> (rows..., hidden) in the target's dtype, without a gradient."""
         target = self.target
         if self.own_embedding is not None:
-            return torch.nn.functional.embedding(ids.to(self.own_embedding.device), self.own_embedding)
+            return torch.nn.functional.embedding(ids.to(self.own_embedding.device), self.own_embedding) * self._embed_scale
         return target.get_input_embeddings()(ids.to(target.device))
 
     def logits(self, hidden: torch.Tensor, head: torch.nn.Module | None = None) -> torch.Tensor:
@@ -65,13 +55,17 @@ class TargetTables:
 
         `head`: the draft's own head (reduced vocabulary), used in place of the target's.
         """
-        target = self.target
         if head is not None:
-            logits = head(hidden)
-        elif self.own_head is not None:
-            logits = torch.nn.functional.linear(hidden.to(self.own_head), self.own_head)
-        else:
-            logits = target.get_output_embeddings()(hidden.to(target.device, target.dtype))
+            return self._transformed(head(hidden))
+        if self.own_head is not None:
+            return self._transformed(torch.nn.functional.linear(hidden.to(self.own_head), self.own_head))
+        return self._target_logits(hidden)
+
+    def _target_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        target = self.target
+        return self._transformed(target.get_output_embeddings()(hidden.to(target.device, target.dtype)))
+
+    def _transformed(self, logits: torch.Tensor) -> torch.Tensor:
         if self._divisor is not None:
             logits = logits / self._divisor
         if self._factor is not None:
@@ -87,10 +81,8 @@ class TargetTables:
             ValueError: it does not, so the draft would be trained or run on other logits than the target's; names the difference.
         """
         with torch.no_grad():
-            own_head, self.own_head = self.own_head, None
-            logits = self.logits(last_hidden)
-            self.own_head = own_head
-        logits, expected = logits.float(), target_logits.to(logits.device).float()
+            logits = self._target_logits(last_hidden).float()
+        expected = target_logits.to(logits.device).float()
         difference, scale = (logits - expected).abs().max().item(), expected.abs().max().item()
         if not difference <= _tolerance(target_logits.dtype) * max(1.0, scale):
             raise ValueError(
@@ -107,10 +99,10 @@ class TargetTables:
             return table if difference(table) > _tolerance(min(table.dtype, target.dtype, key=lambda dtype: dtype.itemsize)) else None
 
     def _embedding_difference(self, table: torch.Tensor) -> float:
-        """Largest relative difference over sampled rows; a scaled embedding (Gemma) multiplies the rows that it stores."""
-        module = self.target.get_input_embeddings()
+        """Largest relative difference over sampled rows and the mask token's, which every block reads."""
         ids = torch.linspace(0, table.shape[0] - 1, min(256, table.shape[0]), device=table.device).long()
-        called, stored = module(ids).float(), table[ids].float() * getattr(module, "embed_scale", 1.0)
+        ids = torch.cat([ids, ids.new_tensor([self._mask_token_id])])
+        called, stored = self.target.get_input_embeddings()(ids).float(), table[ids].float() * self._embed_scale
         return ((called - stored).abs().max() / called.abs().max().clamp(min=1e-30)).item()
 
     def _head_difference(self, table: torch.Tensor) -> float:
@@ -119,6 +111,25 @@ class TargetTables:
         called = target.get_output_embeddings()(rows.to(target.dtype)).float()
         stored = torch.nn.functional.linear(rows.to(table.dtype), table).float()
         return ((called - stored).abs().max() / called.abs().max().clamp(min=1e-30)).item()
+
+
+def check_fit(config: DSparkConfig, target: PreTrainedModel) -> None:
+    """Raises ValueError, with both values, where `target` is not what a draft of this config was made for."""
+    text_config = target.config.get_text_config()
+    for name, ours, theirs in (
+        ("hidden_size", config.hidden_size, text_config.hidden_size),
+        ("vocab_size", config.vocab_size, text_config.vocab_size),
+        ("num_target_layers", config.num_target_layers, text_config.num_hidden_layers),
+    ):
+        if ours != theirs:
+            raise ValueError(
+                f"this draft does not fit its target {type(target).__name__}: the draft's {name} is {ours}, the target has {theirs}"
+                + (f" (was it resized? mask_token_id {config.mask_token_id} must stay inside its embedding)" if name == "vocab_size" else "")
+            )
+    if target.get_output_embeddings() is None:
+        raise ValueError(
+            f"the target {type(target).__name__} has no output head (get_output_embeddings() is None); load it with a causal LM head"
+        )
 
 
 def _tolerance(dtype: torch.dtype) -> float:

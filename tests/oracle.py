@@ -141,21 +141,23 @@ def kinds_of_acceptance(report: GenerationReport) -> set[str]:
 ALL_KINDS = {"none", "some", "all"}
 
 
-def compare_greedy(target, draft, make_inputs: Callable[[], dict], make_script=right_with_probability, text_offset: int = 0, tolerance=1e-4) -> Comparison:
+def compare_greedy(
+    target, draft, fresh: Callable[[], dict] | None = None, *, make_script=right_with_probability, text_offset: int = 0, tolerance=1e-4, **inputs
+) -> Comparison:
     """Generates plainly and with `draft` (scripted from the plain text) and asserts that both are equal in everything generate() returns.
 
-    `make_inputs` gives generate()'s arguments anew for each of the two runs. `text_offset`: tokens before the returned ones
-    (inputs_embeds, or only new tokens beside a cache).
+    `inputs`: generate()'s arguments; `fresh` gives those that a run uses up (streamers, stateful processors, caches), anew for
+    each run. `text_offset`: tokens before the returned ones (inputs_embeds, or only new tokens beside a cache).
     """
-    options = dict(do_sample=False, return_dict_in_generate=True, output_scores=True, output_logits=True)
-    inputs = make_inputs()
+    fresh = fresh or dict
+    options = dict(do_sample=False, return_dict_in_generate=True, output_scores=True, output_logits=True, **inputs)
     mask = inputs.get("attention_mask")
-    plain = target.generate(**options, **inputs)
+    plain = target.generate(**options, **fresh())
     if isinstance(draft, ScriptedDraft):
         num_padded = 0 if mask is None else int((mask == 0).sum())
         draft.script = make_script([0] * text_offset + plain.sequences[0, num_padded:].tolist(), vocab=draft.config.vocab_size)
     with record_generation() as report:
-        drafted = target.generate(**options, **make_inputs(), assistant_model=draft)
+        drafted = target.generate(**options, **fresh(), assistant_model=draft)
     assert drafted.sequences.tolist() == plain.sequences.tolist()
     assert_outputs_close(drafted, plain, tolerance)
     request = report.requests[-1]

@@ -40,34 +40,34 @@ def always_right(text, vocab):
 def test_every_budget(target, draft):
     kinds = set()
     for budget in range(1, 21):
-        kinds |= kinds_of_acceptance(compare_greedy(target, draft, lambda: dict(input_ids=PROMPT, max_new_tokens=budget)).report)
+        kinds |= kinds_of_acceptance(compare_greedy(target, draft, input_ids=PROMPT, max_new_tokens=budget).report)
     assert kinds == ALL_KINDS
 
 
 @pytest.mark.parametrize("num_right", range(BLOCK + 1))
 def test_right_for_exactly_k(target, draft, num_right):
-    script = lambda text, vocab: right_for(text, num_right, vocab)
-    report = compare_greedy(target, draft, lambda: dict(input_ids=PROMPT, max_new_tokens=40), script).report
+    script = partial(right_for, num_right=num_right)
+    report = compare_greedy(target, draft, input_ids=PROMPT, max_new_tokens=40, make_script=script).report
     assert [round_.accepted for round_ in report.rounds[:-1]] == [num_right] * (len(report.rounds) - 1)
     assert report.tokens_per_round <= num_right + 1
 
 
 @pytest.mark.parametrize("num_right", [0, 3, BLOCK])
 def test_right_for_exactly_k_at_every_budget(target, draft, num_right):
-    script = lambda text, vocab: right_for(text, num_right, vocab)
+    script = partial(right_for, num_right=num_right)
     for budget in range(1, 13):
-        compare_greedy(target, draft, lambda: dict(input_ids=PROMPT, max_new_tokens=budget), script)
+        compare_greedy(target, draft, input_ids=PROMPT, max_new_tokens=budget, make_script=script)
 
 
 def test_500_tokens(target, draft):
-    result = compare_greedy(target, draft, lambda: dict(input_ids=PROMPT, max_new_tokens=500))
+    result = compare_greedy(target, draft, input_ids=PROMPT, max_new_tokens=500)
     assert len(result.new_tokens) == 500 and kinds_of_acceptance(result.report) == ALL_KINDS
 
 
 def test_default_draft_of_random_weights(target):
     draft = tiny_draft(target)
     torch.nn.init.normal_(draft.markov_head.markov_w2.weight)
-    compare_greedy(target, draft, lambda: dict(input_ids=PROMPT, max_new_tokens=40))
+    compare_greedy(target, draft, input_ids=PROMPT, max_new_tokens=40)
 
 
 @pytest.mark.parametrize("script", [always_right, right_with_probability], ids=["right", "right-0.7"])
@@ -77,7 +77,7 @@ def test_each_stop_token_at_every_offset(target, draft, script):
     for position in (index for index, token in enumerate(text[:12]) if token not in text[:index]):
         unused = next(token for token in range(60) if token not in text)
         for stop_ids in ([text[position], unused], [unused, text[position]], [text[-1], text[position]]):
-            result = compare_greedy(target, draft, lambda: dict(input_ids=PROMPT, max_new_tokens=24, eos_token_id=stop_ids, pad_token_id=0), script)
+            result = compare_greedy(target, draft, input_ids=PROMPT, max_new_tokens=24, eos_token_id=stop_ids, pad_token_id=0, make_script=script)
             assert result.new_tokens == text[: position + 1] or text[-1] in text[: position + 1]
             kinds |= kinds_of_acceptance(result.report)
             offsets.add((position - 1) % (BLOCK + 1))
@@ -102,8 +102,8 @@ def test_stop_strings(target, draft):
     for position in range(1, 12):
         # Begins inside one token and ends inside the next.
         stop = letters[position - 1][-1] + letters[position][0]
-        inputs = lambda: dict(input_ids=PROMPT, max_new_tokens=24, stop_strings=[stop, "zz"], tokenizer=tokenizer, pad_token_id=0)
-        result = compare_greedy(target, draft, inputs)
+        inputs = dict(input_ids=PROMPT, max_new_tokens=24, stop_strings=[stop, "zz"], tokenizer=tokenizer, pad_token_id=0)
+        result = compare_greedy(target, draft, **inputs)
         kinds |= kinds_of_acceptance(result.report)
         lengths.add(len(result.new_tokens))
     assert len(lengths) > BLOCK and max(lengths) < 24 and kinds == ALL_KINDS
@@ -125,7 +125,7 @@ class SeenTokens(StoppingCriteria):
 def test_custom_criterion(target, draft):
     kinds, lengths = set(), set()
     for count in range(1, 10):
-        result = compare_greedy(target, draft, lambda: dict(input_ids=PROMPT, max_new_tokens=40, stopping_criteria=StoppingCriteriaList([SeenTokens(count)])))
+        result = compare_greedy(target, draft, input_ids=PROMPT, max_new_tokens=40, stopping_criteria=StoppingCriteriaList([SeenTokens(count)]))
         kinds |= kinds_of_acceptance(result.report)
         lengths.add(len(result.new_tokens))
     assert len(lengths) > BLOCK and max(lengths) < 40 and kinds == ALL_KINDS
@@ -133,7 +133,7 @@ def test_custom_criterion(target, draft):
 
 def test_length_criterion_given_by_the_user(target, draft):
     for limit in range(6, 14):
-        compare_greedy(target, draft, lambda: dict(input_ids=PROMPT, max_new_tokens=30, stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(limit)])))
+        compare_greedy(target, draft, input_ids=PROMPT, max_new_tokens=30, stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(limit)]))
 
 
 def test_max_time_inside_a_block(target, draft, monkeypatch):
@@ -141,7 +141,7 @@ def test_max_time_inside_a_block(target, draft, monkeypatch):
     monkeypatch.setattr("transformers.generation.stopping_criteria.time", types.SimpleNamespace(time=lambda: float(next(ticks))))
     kinds = set()
     for seconds in range(1, 14):
-        result = compare_greedy(target, draft, lambda: dict(input_ids=PROMPT, max_new_tokens=40, max_time=seconds + 0.5))
+        result = compare_greedy(target, draft, input_ids=PROMPT, max_new_tokens=40, max_time=seconds + 0.5)
         assert len(result.new_tokens) == seconds + 1  # the clock ticks once a token
         kinds |= kinds_of_acceptance(result.report)
     assert kinds == ALL_KINDS
@@ -150,8 +150,8 @@ def test_max_time_inside_a_block(target, draft, monkeypatch):
 def test_min_new_tokens(target, draft):
     text = plain_text(target, 24)
     for minimum in (1, 5, 12, 20):
-        inputs = lambda: dict(input_ids=PROMPT, max_new_tokens=24, min_new_tokens=minimum, eos_token_id=[text[2], text[4]], pad_token_id=0)
-        result = compare_greedy(target, draft, inputs)
+        inputs = dict(input_ids=PROMPT, max_new_tokens=24, min_new_tokens=minimum, eos_token_id=[text[2], text[4]], pad_token_id=0)
+        result = compare_greedy(target, draft, **inputs)
         assert len(result.new_tokens) > minimum
     assert kinds_of_acceptance(result.report) == ALL_KINDS
 
@@ -160,7 +160,7 @@ def test_max_length_at_max_position_embeddings():
     target = tiny_target(max_position_embeddings=40)
     draft = tiny_draft(target, ScriptedDraft)
     for length in range(35, 41):
-        result = compare_greedy(target, draft, lambda: dict(input_ids=PROMPT, max_length=length))
+        result = compare_greedy(target, draft, input_ids=PROMPT, max_length=length)
         assert result.drafted.sequences.shape[1] == length
     assert kinds_of_acceptance(result.report) == ALL_KINDS
 
@@ -168,10 +168,10 @@ def test_max_length_at_max_position_embeddings():
 def test_left_padding(target, draft):
     padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), PROMPT], dim=1)
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1]])
-    result = compare_greedy(target, draft, lambda: dict(input_ids=padded, attention_mask=mask, max_new_tokens=40))
+    result = compare_greedy(target, draft, input_ids=padded, attention_mask=mask, max_new_tokens=40)
     assert kinds_of_acceptance(result.report) == ALL_KINDS
     assert result.new_tokens == plain_text(target, 40)
-    unpadded = compare_greedy(target, draft, lambda: dict(input_ids=PROMPT, max_new_tokens=40))
+    unpadded = compare_greedy(target, draft, input_ids=PROMPT, max_new_tokens=40)
     assert [(r.drafted, r.accepted) for r in unpadded.report.rounds] == [(r.drafted, r.accepted) for r in result.report.rounds]
 
 
@@ -182,28 +182,28 @@ def test_left_padding_gives_the_same_drafts(target):
     for pads in (0, 3):
         padded = torch.cat([torch.zeros(1, pads, dtype=torch.long), PROMPT], dim=1)
         mask = torch.tensor([[0] * pads + [1] * PROMPT.shape[1]])
-        rounds.append(compare_greedy(target, draft, lambda: dict(input_ids=padded, attention_mask=mask, max_new_tokens=30)).report.rounds)
+        rounds.append(compare_greedy(target, draft, input_ids=padded, attention_mask=mask, max_new_tokens=30).report.rounds)
     assert [(r.tokens, r.accepted) for r in rounds[0]] == [(r.tokens, r.accepted) for r in rounds[1]]
     for ours, theirs in zip(*rounds):
         assert ours.confidence == pytest.approx(theirs.confidence, abs=1e-5)
 
 
 def test_one_token_prompt(target, draft):
-    result = compare_greedy(target, draft, lambda: dict(input_ids=torch.tensor([[7]]), max_new_tokens=40))
+    result = compare_greedy(target, draft, input_ids=torch.tensor([[7]]), max_new_tokens=40)
     assert kinds_of_acceptance(result.report) == ALL_KINDS
 
 
 def test_inputs_embeds(target, draft):
     embeds = target.get_input_embeddings()(PROMPT).detach()
-    result = compare_greedy(target, draft, lambda: dict(inputs_embeds=embeds, max_new_tokens=40), text_offset=PROMPT.shape[1])
+    result = compare_greedy(target, draft, inputs_embeds=embeds, max_new_tokens=40, text_offset=PROMPT.shape[1])
     assert result.drafted.sequences.shape[1] == 40 and kinds_of_acceptance(result.report) == ALL_KINDS
-    result = compare_greedy(target, draft, lambda: dict(inputs_embeds=embeds, input_ids=PROMPT, max_new_tokens=40))
+    result = compare_greedy(target, draft, inputs_embeds=embeds, input_ids=PROMPT, max_new_tokens=40)
     assert kinds_of_acceptance(result.report) == ALL_KINDS
 
 
 def test_chunked_prefill(target, draft):
     prompt = torch.arange(11)[None] + 3
-    result = compare_greedy(target, draft, lambda: dict(input_ids=prompt, max_new_tokens=30, prefill_chunk_size=4))
+    result = compare_greedy(target, draft, input_ids=prompt, max_new_tokens=30, prefill_chunk_size=4)
     assert kinds_of_acceptance(result.report) == ALL_KINDS
 
 
@@ -230,7 +230,7 @@ def test_streamer_receives_every_token_once_in_order(target, draft, stop):
         streamers.append(Collector())
         return dict(input_ids=PROMPT, max_new_tokens=30, streamer=streamers[-1], eos_token_id=[text[7]] if stop else None, pad_token_id=0)
 
-    result = compare_greedy(target, draft, inputs)
+    result = compare_greedy(target, draft, **inputs)
     plain, drafted = streamers
     assert drafted.puts == plain.puts == [PROMPT[0].tolist()] + [[token] for token in result.new_tokens]
     assert drafted.ends == plain.ends == 1
@@ -265,7 +265,7 @@ def test_target_runs_over_the_anchor_and_the_drafts_sent_only(target, draft, mon
 @pytest.mark.parametrize("num_tokens", range(1, BLOCK + 1))
 def test_fewer_drafts_a_round_keep_the_meaning_of_their_slots(target, draft, monkeypatch, num_tokens):
     monkeypatch.setattr(draft.generation_config, "num_assistant_tokens", num_tokens)
-    report = compare_greedy(target, draft, lambda: dict(input_ids=PROMPT, max_new_tokens=40), always_right).report
+    report = compare_greedy(target, draft, input_ids=PROMPT, max_new_tokens=40, make_script=always_right).report
     assert report.rounds[0].drafted == report.rounds[0].accepted == num_tokens
 
 

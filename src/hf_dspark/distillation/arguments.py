@@ -22,6 +22,9 @@ class DistillationArguments(TrainingArguments):
         default="stdlib",
         metadata={"help": "'stdlib' (Python's standard library), a .jsonl file of `text` or `input_ids`, or a .txt file of paragraphs."},
     )
+    extra_rows: str | None = field(
+        default=None, metadata={"help": "A .jsonl file of `input_ids`, as `hf-dspark regenerate` writes, to train on besides the dataset."}
+    )
     num_held_out: int = field(
         default=96,
         metadata={

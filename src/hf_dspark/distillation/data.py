@@ -4,13 +4,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from datasets import Dataset, load_dataset
+from datasets import Dataset, Features, List, Value, concatenate_datasets, load_dataset
 from transformers import PreTrainedTokenizerBase
 
 from hf_dspark.distillation.arguments import DistillationArguments
 from hf_dspark.distillation.corpus import held_out_split, stdlib_modules
 
 __all__ = ["BlockCollator", "cut_rows", "load_rows"]
+
+_ROWS = Features({"input_ids": List(Value("int32"))})
 
 
 def load_rows(args: DistillationArguments, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
@@ -26,6 +28,8 @@ def load_rows(args: DistillationArguments, tokenizer: PreTrainedTokenizerBase) -
         parts = _split_file(args.dataset, args.num_held_out)
     shortest = args.block_size + 2
     train, held_out = (cut_rows(part, tokenizer, args.max_length, shortest) for part in parts)
+    if args.extra_rows is not None:
+        train = concatenate_datasets([train, cut_rows(_read_rows(args.extra_rows), tokenizer, args.max_length, shortest)])
     if not len(train):
         raise ValueError(f"dataset {args.dataset!r} has no text of {shortest} tokens (block_size + 2) or more to train on")
     num_eval = min(args.max_eval_rows, len(held_out))
@@ -43,7 +47,7 @@ def cut_rows(texts: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int
         rows = [ids[i : i + max_length] for ids in texts for i in range(0, len(ids), max_length)]
         return {"input_ids": [row for row in rows if len(row) >= shortest]}
 
-    return texts.map(cut, batched=True, batch_size=64, remove_columns=texts.column_names)
+    return texts.map(cut, batched=True, batch_size=64, remove_columns=texts.column_names, features=_ROWS)
 
 
 @dataclass(slots=True)
@@ -78,6 +82,15 @@ def _with_ends(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def _spread(count: int, length: int) -> list[int]:
     """`count` indices spread evenly over `length`."""
     return [i * length // count for i in range(count)]
+
+
+def _read_rows(name: str) -> Dataset:
+    if not Path(name).is_file():
+        raise ValueError(f"extra_rows must be an existing .jsonl file of input_ids, got {name!r}")
+    rows = load_dataset("json", data_files=name, split="train")
+    if "input_ids" not in rows.column_names:
+        raise ValueError(f"extra_rows {name!r} needs a column 'input_ids', it has {rows.column_names}")
+    return rows
 
 
 def _split_file(name: str, num_held_out: int) -> tuple[Dataset, Dataset]:

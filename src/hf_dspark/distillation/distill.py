@@ -11,7 +11,6 @@ from hf_dspark.distillation.arguments import DistillationArguments
 from hf_dspark.distillation.data import load_rows
 from hf_dspark.distillation.trainer import DSparkTrainer
 from hf_dspark.modeling import DSparkConfig, DSparkDraftModel
-from hf_dspark.modeling.configuration_dspark import spread_target_layers
 
 __all__ = ["distill", "draft_config", "new_draft"]
 
@@ -70,7 +69,7 @@ def draft_config(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ar
         hidden_size=config.hidden_size,
         vocab_size=config.vocab_size,
         num_target_layers=config.num_hidden_layers,
-        target_layer_ids=args.target_layer_ids or spread_target_layers(config.num_hidden_layers),
+        target_layer_ids=args.target_layer_ids,
         rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
         rope_parameters=_rope_parameters(config),
         max_position_embeddings=config.max_position_embeddings,

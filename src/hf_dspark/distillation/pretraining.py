@@ -66,7 +66,7 @@ def pretrain(args: PretrainArguments) -> Path:
         eval_dataset=held_out_rows,
         processing_class=tokenizer,
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     loss = trainer.evaluate()["eval_loss"]
     num_bytes = sum(len(tokenizer.decode(row["input_ids"], skip_special_tokens=True).encode()) for row in held_out_rows)
     num_tokens = sum(len(row["input_ids"]) for row in held_out_rows)

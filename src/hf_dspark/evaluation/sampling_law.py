@@ -6,6 +6,7 @@ positions: a chi-square test over all positions of all texts, whatever the size 
 tried: by rank in the target's law, by token, and by the pair of the previous token and the token.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -112,11 +113,13 @@ def _judge(target, texts, options, name: str, alarm_below: float, report: Genera
     if problem := _wrong_ending(target, texts, options["max_new_tokens"]):
         return SamplingCheck(name, False, 0.0, alarm_below, len(texts), num_tokens, problem)
     law = _laws_along(target, texts, options)
-    tests = {
-        "tokens of a rank in the target's law": law_test(torch.bucketize(torch.arange(law.top_ids.shape[1]), torch.tensor(_RANK_BUCKETS), right=True).expand_as(law.top_ids), law.top_probs, law.drawn_slots),
-        "tokens": law_test(law.top_ids, law.top_probs, law.drawn_slots),
-        "pairs of tokens": law_test(law.previous_ids[:, None] * target.config.get_text_config().vocab_size + law.top_ids, law.top_probs, law.drawn_slots),
+    ranks = torch.bucketize(torch.arange(law.top_ids.shape[1]), torch.tensor(_RANK_BUCKETS), right=True)
+    keys = {
+        "tokens of a rank in the target's law": ranks.expand_as(law.top_ids),
+        "tokens": law.top_ids,
+        "pairs of tokens": law.previous_ids[:, None] * target.config.get_text_config().vocab_size + law.top_ids,
     }
+    tests = {kind: law_test(key, law.top_probs, law.drawn_slots) for kind, key in keys.items()}
     kind, worst = min(tests.items(), key=lambda item: item[1].p_value)
     passed = worst.p_value >= alarm_below
     if not any(test.degrees for test in tests.values()):
@@ -222,12 +225,10 @@ def _median_confidence(report: GenerationReport) -> float:
 @contextmanager
 def _knobs(draft: DSparkDraftModel, **knobs):
     """Sets options of `draft.generation_config` for a while."""
-    before = draft.generation_config.to_dict()
-    draft.generation_config.update(**knobs)
-    for name, value in knobs.items():
-        setattr(draft.generation_config, name, value)
+    before, draft.generation_config = draft.generation_config, copy.deepcopy(draft.generation_config)
     try:
+        for name, value in knobs.items():
+            setattr(draft.generation_config, name, value)
         yield
     finally:
-        for name in knobs:
-            setattr(draft.generation_config, name, before.get(name))
+        draft.generation_config = before
