@@ -41,15 +41,21 @@ def read_checkpoint(model_class, name_or_path, options: dict) -> Checkpoint:
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         loading = f"PeftModel.from_pretrained(DSparkDraftModel.from_pretrained(base), {str(name_or_path)!r})"
         raise ValueError(f"{name_or_path} holds a PEFT adapter alone; load it with {loading}")
-    values = _read_json(cached_file(name_or_path, "config.json", **hub_options))
+    config_file = cached_file(name_or_path, "config.json", **hub_options)
+    if config_file is None:  # the one file that transformers does not miss loudly
+        raise OSError(f"{name_or_path} has no config.json, so no draft can be loaded from it")
+    values = _read_json(config_file)
     if (problem := unsupported_format(values)) is not None:
         raise ValueError(f"{name_or_path} can't be loaded as a DSpark draft: {problem}")
-    if missing := [key for key in _REQUIRED_KEYS if key not in values]:
+    missing = [key for key in _REQUIRED_KEYS if key not in values]
+    if not {"rope_parameters", "rope_theta"} & set(values):
+        missing.append("rope_parameters")
+    if missing:
         raise ValueError(f"{name_or_path}/config.json lacks {', '.join(missing)}; a DSpark draft's config states them, they can't be guessed")
     config = options.get("config") or model_class.config_class.from_dict(values)
     files = _weight_files(name_or_path, hub_options)
     check_tensors(model_class, config, files, str(name_or_path))
-    generation_file = cached_file(name_or_path, "generation_config.json", _raise_exceptions_for_missing_entries=False, **hub_options)
+    generation_file = _optional_file(name_or_path, "generation_config.json", hub_options)
     return Checkpoint(
         config=config,
         stored_tables=_read_tables(config, files),
@@ -68,8 +74,8 @@ def unsupported_format(values: dict) -> str | None:
         return "it is a base model with its draft inside (dspark_* keys, as DeepSeek-V4 has), not a draft of its own"
     if "ttt_length" in values or any("Eagle3" in name for name in architectures):
         return f"it is an Eagle3 draft (architectures {architectures})"
-    if "Gemma4DSparkModel" in architectures or values.get("model_type") == "gemma4_text":
-        return "it is a DSpark draft on the Gemma4 backbone, which is not implemented"
+    if other_backbones := [name for name in architectures if name.endswith("DSparkModel") and name != "Qwen3DSparkModel"]:
+        return f"it is a DSpark draft on another backbone ({other_backbones[0]}), which is not implemented"
     if architectures == ["Qwen3DSparkModel"] and values.get("model_type") == "qwen3":
         return None
     if projector == "dspark":
@@ -111,27 +117,32 @@ def check_tensors(model_class, config, files: list[str], name: str) -> None:
 
 
 def save_folder(model, folder, extra: dict[str, torch.Tensor], save_pretrained, options: dict) -> None:
-    """Writes into a temporary folder beside `folder`, then moves the files in; config.json leaves first and arrives last."""
+    """Writes into a temporary folder inside `folder`, then moves the files up; config.json leaves first and arrives last."""
     folder = Path(folder)
     if folder.is_file():
         raise ValueError(f"save_pretrained needs a folder, but {folder} is a file")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as scratch:
         scratch = Path(scratch)
         save_pretrained(scratch, **options)
+        if not (scratch / "config.json").exists():
+            return  # one of several processes, another of which writes
         model.generation_config.save_pretrained(scratch)
         if extra:
             _add_tensors(scratch, extra)
-        folder.mkdir(exist_ok=True)
-        (folder / "config.json").unlink(missing_ok=True)
-        # A stale shard or index of an earlier save would be read in place of the new weights.
-        for stale in [*folder.glob("model*.safetensors"), *folder.glob("model.safetensors.index.json")]:
-            stale.unlink()
-        written = sorted(path for path in scratch.rglob("*") if path.is_file())
-        for path in sorted(written, key=lambda path: path.name == "config.json"):
-            destination = folder / path.relative_to(scratch)
-            destination.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(path, destination)
+        _replace_checkpoint(folder, scratch)
+
+
+def _replace_checkpoint(folder: Path, scratch: Path) -> None:
+    (folder / "config.json").unlink(missing_ok=True)
+    # A stale shard or index of an earlier save would be read in place of the new weights.
+    for stale in [*folder.glob("model*.safetensors"), *folder.glob("model.safetensors.index.json")]:
+        stale.unlink()
+    written = sorted(path for path in scratch.rglob("*") if path.is_file())
+    for path in sorted(written, key=lambda path: path.name == "config.json"):
+        destination = folder / path.relative_to(scratch)
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, destination)
 
 
 def _add_tensors(folder: Path, extra: dict[str, torch.Tensor]) -> None:
@@ -143,11 +154,22 @@ def _add_tensors(folder: Path, extra: dict[str, torch.Tensor]) -> None:
 
 
 def _weight_files(name_or_path, hub_options: dict) -> list[str]:
-    index = cached_file(name_or_path, "model.safetensors.index.json", _raise_exceptions_for_missing_entries=False, **hub_options)
-    if index is None:
-        return [cached_file(name_or_path, "model.safetensors", **hub_options)]
-    shards = sorted(set(_read_json(index)["weight_map"].values()))
-    return [cached_file(name_or_path, shard, **hub_options) for shard in shards]
+    """The files that transformers loads: a single one where there is one, else the shards of the index."""
+    if (single := _optional_file(name_or_path, "model.safetensors", hub_options)) is not None:
+        return [single]
+    index_file = _optional_file(name_or_path, "model.safetensors.index.json", hub_options)
+    if index_file is None:
+        return [cached_file(name_or_path, "model.safetensors", **hub_options)]  # raises what transformers raises
+    index = _read_json(index_file)
+    if not isinstance(index.get("weight_map"), dict) or "metadata" not in index:
+        raise ValueError(f"{index_file} is no index of a sharded checkpoint: it lacks weight_map or metadata")
+    return [cached_file(name_or_path, shard, **hub_options) for shard in sorted(set(index["weight_map"].values()))]
+
+
+def _optional_file(name_or_path, name: str, hub_options: dict) -> str | None:
+    # Offline, a file that was never there can't be told from one that was never downloaded.
+    flags = dict(_raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False)
+    return cached_file(name_or_path, name, **flags, **hub_options)
 
 
 def _read_tables(config, files: list[str]) -> dict[str, torch.Tensor]:
@@ -164,6 +186,9 @@ def _read_tables(config, files: list[str]) -> dict[str, torch.Tensor]:
 
 def _read_json(path: str) -> dict:
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(values).__name__}")
+    return values

@@ -6,6 +6,7 @@ Axis words: `batch`; `context` tokens the target has processed; `rows` block pos
 
 import weakref
 from copy import deepcopy
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -22,6 +23,8 @@ from .heads import ConfidenceHead, MarkovHead
 from .target_tables import TargetTables, check_fit
 
 __all__ = ["DSparkDraftModel"]
+
+_PUSH_OPTIONS = ("repo_id", "commit_message", "commit_description", "private", "token", "revision", "create_pr", "tags")
 
 
 class DSparkAttention(nn.Module):
@@ -197,6 +200,17 @@ class DSparkDraftModel(PreTrainedModel):
         """Ids of the draft's vocabulary as ids of the target's; the same ones unless `draft_vocab_size` is set."""
         return draft_ids if self.config.draft_vocab_size is None else draft_ids + self.d2t[draft_ids]
 
+    def check_vocabulary_map(self) -> None:
+        """Raises ValueError unless d2t names increasing ids of the target's vocabulary."""
+        if self.config.draft_vocab_size is None:
+            return
+        ids = self.target_ids(torch.arange(self.config.draft_vocab_size, device=self.d2t.device))
+        if ids[0] < 0 or ids[-1] >= self.config.vocab_size or (ids.diff() < 1).any():
+            raise ValueError(
+                f"d2t must hold offsets, draft token i being the target's token i + d2t[i], and name increasing ids below {self.config.vocab_size}; "
+                f"got ids from {ids.min().item()} to {ids.max().item()}"
+            )
+
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info: bool = False, **kwargs):
         """Reads DeepSpec's layout, with or without copies of the target's tables; arguments as in transformers.
@@ -208,6 +222,7 @@ class DSparkDraftModel(PreTrainedModel):
         checkpoint = read_checkpoint(cls, pretrained_model_name_or_path, kwargs)
         kwargs.setdefault("config", checkpoint.config)
         draft, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        draft.check_vocabulary_map()
         draft.stored_tables = checkpoint.stored_tables
         draft.generation_config = checkpoint.generation_config or default_generation_config()
         return (draft, info) if output_loading_info else draft
@@ -222,27 +237,35 @@ class DSparkDraftModel(PreTrainedModel):
         Raises:
             ValueError: slim=False and a table of the target can't be read (unbound, quantised, or no plain weight).
         """
-        extra = dict(self.stored_tables) if slim else {**self._readable_tables(), **self.stored_tables}
+        hub_options = {name: kwargs.pop(name) for name in _PUSH_OPTIONS if name in kwargs}
+        if push_to_hub and not slim:
+            raise ValueError("push_to_hub=True uploads the slim layout, got slim=False; save with slim=False, then upload the folder")
+        extra = dict(self.stored_tables) if slim else self._all_tables()
         save_folder(self, save_directory, extra, super().save_pretrained, kwargs)
         if push_to_hub:
-            self.push_to_hub(kwargs.get("repo_id", str(save_directory).rstrip("/").rsplit("/", 1)[-1]))
+            repo_id = hub_options.pop("repo_id", Path(save_directory).absolute().name)
+            self.push_to_hub(repo_id, **hub_options)
 
-    def _readable_tables(self) -> dict[str, torch.Tensor]:
-        target = self.tables.target
-        modules = {"embed_tokens.weight": target.get_input_embeddings(), "lm_head.weight": target.get_output_embeddings()}
-        if self.config.draft_vocab_size is not None:
-            del modules["lm_head.weight"]
-        tables = {}
-        for name, module in modules.items():
-            try:
-                table = module.weight.detach()
-            except Exception as error:
-                raise ValueError(f"slim=False needs {name}, but {type(module).__name__} of the target can't be read: {error}") from error
-            shape = (self.config.vocab_size, self.config.hidden_size)
-            if table.shape != shape or not table.is_floating_point():
-                raise ValueError(f"slim=False needs {name} of shape {shape}, the target's is {table.dtype} {tuple(table.shape)}")
-            tables[name] = table.to(self.dtype)
+    def _all_tables(self) -> dict[str, torch.Tensor]:
+        """The copies that came with the checkpoint, and the target's own tables in place of those that did not."""
+        tables = dict(self.stored_tables)
+        if "embed_tokens.weight" not in tables:
+            tables["embed_tokens.weight"] = self._read_table("embed_tokens.weight", self.tables.target.get_input_embeddings())
+        if "lm_head.weight" not in tables and self.config.draft_vocab_size is None:
+            tables["lm_head.weight"] = self._read_table("lm_head.weight", self.tables.target.get_output_embeddings())
         return tables
+
+    def _read_table(self, name: str, module: nn.Module) -> torch.Tensor:
+        kind, shape = type(module).__name__, (self.config.vocab_size, self.config.hidden_size)
+        try:
+            table = module.weight.detach()
+        except Exception as error:
+            raise ValueError(f"slim=False needs {name}, but {kind} of the target can't be read: {error}") from error
+        if getattr(module, "bias", None) is not None:
+            raise ValueError(f"slim=False needs {name}, but {kind} of the target also has a bias, for which the layout has no place")
+        if table.shape != shape or not table.is_floating_point():
+            raise ValueError(f"slim=False needs {name} of shape {shape}, the target's is {table.dtype} {tuple(table.shape)}")
+        return table.to(self.dtype, copy=True)  # tables of a tied target would share memory, which safetensors refuses
 
     def __getstate__(self):
         # Weak references can't be pickled; a copy is bound anew at its first generate().

@@ -127,9 +127,7 @@ def check_fit(config: DSparkConfig, target: PreTrainedModel) -> None:
                 + (f" (was it resized? mask_token_id {config.mask_token_id} must stay inside its embedding)" if name == "vocab_size" else "")
             )
     if target.get_output_embeddings() is None:
-        raise ValueError(
-            f"the target {type(target).__name__} has no output head (get_output_embeddings() is None); load it with a causal LM head"
-        )
+        raise ValueError(f"the target {type(target).__name__} has no output head (get_output_embeddings() is None); load it with a causal LM head")
 
 
 def _tolerance(dtype: torch.dtype) -> float:

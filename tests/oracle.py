@@ -7,6 +7,7 @@ acceptance run as they are; only the base logits are written by a script that kn
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -142,7 +143,15 @@ ALL_KINDS = {"none", "some", "all"}
 
 
 def compare_greedy(
-    target, draft, fresh: Callable[[], dict] | None = None, *, make_script=right_with_probability, text_offset: int = 0, tolerance=1e-4, **inputs
+    target,
+    draft,
+    fresh: Callable[[], dict] | None = None,
+    *,
+    make_script=right_with_probability,
+    text_offset: int = 0,
+    tolerance=1e-4,
+    compare_logits=True,
+    **inputs,
 ) -> Comparison:
     """Generates plainly and with `draft` (scripted from the plain text) and asserts that both are equal in everything generate() returns.
 
@@ -159,15 +168,15 @@ def compare_greedy(
     with record_generation() as report:
         drafted = target.generate(**options, **fresh(), assistant_model=draft)
     assert drafted.sequences.tolist() == plain.sequences.tolist()
-    assert_outputs_close(drafted, plain, tolerance)
+    assert_outputs_close(drafted, plain, tolerance, ("scores", "logits") if compare_logits else ("scores",))
     request = report.requests[-1]
     assert request.new_tokens == len(plain.logits) == 1 + sum(round_.tokens for round_ in request.rounds)
     return Comparison(plain, drafted, report)
 
 
-def assert_outputs_close(drafted, plain, tolerance: float = 1e-4) -> None:
+def assert_outputs_close(drafted, plain, tolerance: float = 1e-4, names=("scores", "logits")) -> None:
     """Scores, logits and the cache's length and contents."""
-    for name in ("scores", "logits"):
+    for name in names:
         ours, theirs = drafted[name], plain[name]
         assert len(ours) == len(theirs), f"{len(ours)} {name} for {len(theirs)} of plain"
         for step, (row, expected) in enumerate(zip(ours, theirs)):
@@ -179,3 +188,61 @@ def assert_outputs_close(drafted, plain, tolerance: float = 1e-4) -> None:
         assert ours.keys.shape == theirs.keys.shape
         assert torch.allclose(ours.keys[:, :, :length], theirs.keys[:, :, :length], rtol=tolerance, atol=tolerance)
         assert torch.allclose(ours.values[:, :, :length], theirs.values[:, :, :length], rtol=tolerance, atol=tolerance)
+
+
+def spy(monkeypatch, owner, name: str, note: Callable) -> None:
+    """Calls `note` with the arguments of every call of `owner.name`."""
+    original = getattr(owner, name)
+
+    @wraps(original)  # generate() reads the signature of a target's forward
+    def spied(*args, **kwargs):
+        note(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, spied)
+
+
+def walk_every_outcome(monkeypatch, run: Callable[[], tuple]) -> dict[tuple, float]:
+    """The exact law of `run()`: it is called once for every outcome of the one seam that draws random numbers, depth first."""
+    law: dict[tuple, float] = {}
+    pending: list[list[int]] = [[]]
+    path: list[int] = []
+    probability = 1.0
+
+    def scripted(weights: torch.Tensor) -> torch.Tensor:
+        nonlocal probability
+        assert weights.shape[0] == 1 and bool((weights >= 0).all())
+        outcomes = (weights[0].double() / weights[0].double().sum()).tolist()
+        if len(path) == len(forced):
+            possible = [index for index, share in enumerate(outcomes) if share > 1e-9]
+            pending.extend([*path, index] for index in possible[1:])
+            forced.append(possible[0])
+        path.append(forced[len(path)])
+        probability *= outcomes[path[-1]]
+        return torch.tensor(path[-1:])
+
+    for module in ("acceptance", "candidates"):
+        monkeypatch.setattr(f"hf_dspark.generation.{module}.choose", scripted)
+    while pending:
+        forced, path, probability = pending.pop(), [], 1.0
+        result = run()
+        law[result] = law.get(result, 0.0) + probability
+    return law
+
+
+def chain_law(target, prompt: torch.Tensor, num_tokens: int, **options) -> dict[tuple, float]:
+    """The target's own law of the next `num_tokens` tokens: the product of the laws that plain sampling draws each from."""
+    if num_tokens == 0:
+        return {(): 1.0}
+    step = target.generate(prompt, do_sample=True, max_new_tokens=1, return_dict_in_generate=True, output_scores=True, **options)
+    law = {}
+    for token, share in enumerate(step.scores[0][0].double().softmax(-1).tolist()):
+        if share > 0:
+            rest = chain_law(target, torch.cat([prompt, torch.tensor([[token]])], dim=1), num_tokens - 1, **options)
+            law |= {(token, *tokens): share * probability for tokens, probability in rest.items()}
+    return law
+
+
+def largest_difference(law: dict[tuple, float], expected: dict[tuple, float]) -> float:
+    """Over all outcomes of either law."""
+    return max(abs(law.get(outcome, 0.0) - expected.get(outcome, 0.0)) for outcome in law.keys() | expected.keys())

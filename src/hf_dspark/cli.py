@@ -1,6 +1,7 @@
 """The command line: `hf-dspark COMMAND --help`."""
 
 import argparse
+import shlex
 import sys
 import time
 
@@ -9,7 +10,9 @@ __all__ = ["main"]
 
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns the exit code: 0, 1 for a negative finding (not lossless, not identical), 2 for bad input."""
+    argv = sys.argv[1:] if argv is None else argv
     arguments = _parser().parse_args(argv)
+    arguments.command_line = shlex.join(["hf-dspark", *argv])
     try:
         if getattr(arguments, "threads", None) is not None:
             _set_threads(arguments.threads)
@@ -52,9 +55,8 @@ def _evaluate(arguments) -> int:
     print(f"{num_modules} held-out modules of Python's standard library, {prompt_tokens} prompt tokens, up to {max_new_tokens} new tokens\n")
     print(render_evaluation(summaries, arguments.temperature))
     if arguments.json:
-        settings = {"held_out_modules": num_modules, "prompt_tokens": prompt_tokens, "max_new_tokens": max_new_tokens, "temperature": arguments.temperature}
-        models = {"target": pair.target_name, "draft": pair.draft_name, "dtype": str(pair.target.dtype).removeprefix("torch.")}
-        write_json(arguments.json, {**models, "block_size": pair.draft.config.block_size, **settings, **summaries})
+        options = {name: getattr(arguments, name) for name in ("held_out_modules", "prompt_tokens", "max_new_tokens", "temperature", "seed")}
+        write_json(arguments.json, {**_names(pair), "options": {"command": arguments.command_line, **options}, **summaries})
     return 0
 
 
@@ -80,20 +82,30 @@ def _verify(arguments) -> int:
         print(f"\nlossless on these prompts: {_what_was_shown(pair, arguments.samples)}")
     if arguments.json:
         findings = [{"name": check.name, "passed": check.passed, "words": check.words, **check.figures} for check in checks]
-        models = {"target": pair.target_name, "draft": pair.draft_name, "dtype": str(pair.target.dtype).removeprefix("torch.")}
-        write_json(arguments.json, {"lossless": not failed, **models, "prompts": len(prompts), "checks": findings})
+        write_json(arguments.json, {"lossless": not failed, **_names(pair), "prompts": len(prompts), "checks": findings})
     return 1 if failed else 0
+
+
+def _names(pair) -> dict:
+    return {
+        "target": pair.target_name,
+        "draft": pair.draft_name,
+        "dtype": str(pair.target.dtype).removeprefix("torch."),
+        "block_size": pair.draft.config.block_size,
+    }
 
 
 def _what_was_shown(pair, num_samples: int) -> str:
     from hf_dspark.evaluation.lossless import NEAR_TIE_UNITS
     from hf_dspark.evaluation.sampling_law import FALSE_ALARM_RATE
 
-    strict = pair.target.dtype.itemsize >= 4
-    greedy = "greedy texts are plain decoding's, token for token" + ("" if strict else f", up to near ties of {NEAR_TIE_UNITS} units in the last place")
+    greedy = "greedy texts are plain decoding's, token for token"
+    if pair.target.dtype.itemsize < 4:
+        greedy += f", up to near ties of {NEAR_TIE_UNITS} units in the last place"
     if num_samples == 0:
         return f"{greedy} (sampling was not tested: --samples 0)"
-    return f"{greedy}; sampled texts follow the target's law as far as {num_samples} texts can tell (a right pair fails in fewer than {FALSE_ALARM_RATE:g} of runs)"
+    sampled = f"sampled texts follow the target's law as far as {num_samples} of them can tell"
+    return f"{greedy}; {sampled} (a right pair fails in fewer than 1 of {round(1 / FALSE_ALARM_RATE)} runs)"
 
 
 def _generate(arguments) -> int:
@@ -116,7 +128,8 @@ def _generate(arguments) -> int:
     with record_generation() as report:
         pair.target.generate(input_ids=ids, assistant_model=pair.draft, streamer=streamer, **options)
     seconds, request = time.perf_counter() - started, report.requests[0]
-    numbers = [f"{request.new_tokens} tokens in {seconds:.2f} s ({request.new_tokens / seconds:.1f} tokens/s, the first after {request.time_to_first_token_seconds:.2f} s)"]
+    speed = f"{request.new_tokens / seconds:.1f} tokens/s, the first after {request.time_to_first_token_seconds:.2f} s"
+    numbers = [f"{request.new_tokens} tokens in {seconds:.2f} s ({speed})"]
     if request.rounds:
         numbers.append(f"{report.tokens_per_round:.2f} tokens a round")
     if report.conditional_acceptance:
@@ -133,12 +146,33 @@ def _pretrain(arguments) -> int:
     return 0
 
 
+def _regenerate(arguments) -> int:
+    from hf_dspark.distillation.regeneration import RegenerationArguments, regenerate
+    from hf_dspark.recipe import read_recipe
+
+    regenerate(read_recipe(RegenerationArguments, arguments.recipe, arguments.overrides))
+    return 0
+
+
 def _distill(arguments) -> int:
     from hf_dspark.distillation.arguments import DistillationArguments
     from hf_dspark.distillation.distill import distill
     from hf_dspark.recipe import read_recipe
 
     distill(read_recipe(DistillationArguments, arguments.recipe, arguments.overrides))
+    return 0
+
+
+def _card(arguments) -> int:
+    from pathlib import Path
+
+    from hf_dspark.evaluation.card import pair_card
+
+    text = pair_card(Path(arguments.target), Path(arguments.draft), Path(arguments.evaluation), arguments.machine)
+    if arguments.output is None:
+        print(text)
+    else:
+        Path(arguments.output).write_text(text, encoding="utf-8")
     return 0
 
 
@@ -171,14 +205,17 @@ _VERIFY_PROMPTS = [
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hf-dspark", description="DSpark speculative decoding for transformers: faster generate(), the same answers.")
+    summary = "DSpark speculative decoding for transformers: faster generate(), the same answers."
+    parser = argparse.ArgumentParser(prog="hf-dspark", description=summary)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_quickstart(commands)
     _add_generate(commands)
     _add_verify(commands)
     _add_evaluate(commands)
     _add_recipe(commands, "pretrain", _pretrain, "train a small target on the source code of Python's standard library")
+    _add_recipe(commands, "regenerate", _regenerate, "let a target write text to train its draft on")
     _add_recipe(commands, "distill", _distill, "train a draft for a target")
+    _add_card(commands)
     return parser
 
 
@@ -227,7 +264,7 @@ def _add_verify(commands) -> None:
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated (default: four short ones)")
     parser.add_argument("--raw", action="store_true", help="prompts as they are, without the chat template")
     parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="length of the greedy texts (default: %(default)s)")
-    parser.add_argument("--samples", type=int, default=400, metavar="N", help="sampled texts of each way of drafting; 0: none (default: %(default)s)")
+    parser.add_argument("--samples", type=int, default=200, metavar="N", help="sampled texts of each way of drafting; 0: none (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.7, help="of the sampled texts (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write the findings to this file too")
@@ -247,4 +284,13 @@ def _add_evaluate(commands) -> None:
 def _add_recipe(commands, name: str, command, summary: str) -> None:
     parser = _add_command(commands, name, command, summary)
     parser.add_argument("recipe", metavar="RECIPE.yaml", help="options of the run, by name")
-    parser.add_argument("overrides", nargs=argparse.REMAINDER, metavar="--option value", help="replace options of the recipe; RECIPE.yaml --help lists them")
+    parser.add_argument("overrides", nargs=argparse.REMAINDER, metavar="--option value", help="replaces the recipe's; --help here lists all")
+
+
+def _add_card(commands) -> None:
+    parser = _add_command(commands, "card", _card, "write the model card of a pair that the recipes made")
+    parser.add_argument("--target", required=True, metavar="FOLDER", help="the target, with its pretraining.json")
+    parser.add_argument("--draft", required=True, metavar="FOLDER", help="the draft")
+    parser.add_argument("--evaluation", required=True, metavar="FILE", help="what `hf-dspark evaluate --json` wrote")
+    parser.add_argument("--machine", required=True, metavar="TEXT", help="the machine it was measured on, in words")
+    parser.add_argument("--output", metavar="FILE", help="where the card goes (default: stdout)")

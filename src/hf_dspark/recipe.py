@@ -1,7 +1,7 @@
 """Recipes: options of a training run in a YAML file, checked, with flags of the same names that override them."""
 
 import argparse
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -42,14 +42,19 @@ def read_recipe(argument_class: type, path: str, overrides: list[str] = ()):
         if name not in names:
             raise ValueError(_unknown(str(name), f"in {path}", names))
         values[name] = _number(name, value, actions[name].type, path)
-    return parser.parse_dict({**values, **vars(flags)})[0]
+    values |= vars(flags)
+    required = [field.name for field in fields(argument_class) if field.init and field.default is MISSING and field.default_factory is MISSING]
+    if missing := [name for name in required if name not in values]:
+        raise ValueError(f"{path} lacks {', '.join(missing)}, which the run needs")
+    return parser.parse_dict(values)[0]
 
 
 def _read_yaml(path: str) -> dict:
     bundled = Path(hf_dspark.recipes.__file__).parent
     file = Path(path) if Path(path).exists() else bundled / Path(path).name
     if not file.is_file():
-        raise FileNotFoundError(f"there is no recipe {path}; the package brings {', '.join(sorted(recipe.name for recipe in bundled.glob('*.yaml')))}")
+        brought = ", ".join(sorted(recipe.name for recipe in bundled.glob("*.yaml")))
+        raise FileNotFoundError(f"there is no recipe {path}; the package brings {brought}")
     try:
         values = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -1,10 +1,22 @@
 """How a step runs the target: kinds of targets and of caches, each equal to plain generate()."""
 
 import logging
+from functools import partial, wraps
 
 import pytest
 import torch
-from oracle import ALL_KINDS, VOCAB, ScriptedDraft, build, compare_greedy, kinds_of_acceptance, right_for, right_with_probability, tiny_draft, tiny_target
+from oracle import (
+    ALL_KINDS,
+    VOCAB,
+    ScriptedDraft,
+    build,
+    compare_greedy,
+    kinds_of_acceptance,
+    right_for,
+    right_with_probability,
+    tiny_draft,
+    tiny_target,
+)
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -63,8 +75,14 @@ TARGETS = {
         Gemma3ForCausalLM,
         Gemma3TextConfig(**COMMON, head_dim=8, sliding_window=6, layer_types=MIXED_LAYERS, query_pre_attn_scalar=8, tie_word_embeddings=False),
     ),
-    "gemma3-all-sliding": (Gemma3ForCausalLM, Gemma3TextConfig(**COMMON, head_dim=8, sliding_window=6, layer_types=["sliding_attention"] * 4, query_pre_attn_scalar=8)),
-    "gemma2-soft-cap": (Gemma2ForCausalLM, Gemma2Config(**COMMON, head_dim=8, sliding_window=6, query_pre_attn_scalar=8, final_logit_softcapping=2.0)),
+    "gemma3-all-sliding": (
+        Gemma3ForCausalLM,
+        Gemma3TextConfig(**COMMON, head_dim=8, sliding_window=6, layer_types=["sliding_attention"] * 4, query_pre_attn_scalar=8),
+    ),
+    "gemma2-soft-cap": (
+        Gemma2ForCausalLM,
+        Gemma2Config(**COMMON, head_dim=8, sliding_window=6, query_pre_attn_scalar=8, final_logit_softcapping=2.0),
+    ),
     "mistral-sliding": (MistralForCausalLM, MistralConfig(**COMMON, head_dim=8, sliding_window=6, tie_word_embeddings=False)),
     "qwen3-moe": (
         Qwen3MoeForCausalLM,
@@ -73,8 +91,14 @@ TARGETS = {
     "mixtral": (MixtralForCausalLM, MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2, tie_word_embeddings=False)),
     "gpt2": (GPT2LMHeadModel, GPT2Config(**GPT2)),
     "gpt2-untied": (GPT2LMHeadModel, GPT2Config(**GPT2, tie_word_embeddings=False)),
-    "gpt-neox": (GPTNeoXForCausalLM, GPTNeoXConfig(**{key: value for key, value in COMMON.items() if key != "num_key_value_heads"}, tie_word_embeddings=False)),
-    "granite": (GraniteForCausalLM, GraniteConfig(**COMMON, logits_scaling=8.0, embedding_multiplier=12.0, residual_multiplier=0.5, tie_word_embeddings=True)),
+    "gpt-neox": (
+        GPTNeoXForCausalLM,
+        GPTNeoXConfig(**{key: value for key, value in COMMON.items() if key != "num_key_value_heads"}, tie_word_embeddings=False),
+    ),
+    "granite": (
+        GraniteForCausalLM,
+        GraniteConfig(**COMMON, logits_scaling=8.0, embedding_multiplier=12.0, residual_multiplier=0.5, tie_word_embeddings=True),
+    ),
     "cohere": (CohereForCausalLM, CohereConfig(**COMMON, logit_scale=0.0625, tie_word_embeddings=True)),
 }
 
@@ -159,8 +183,8 @@ def test_cache_object_given_by_the_user():
     for name in ("qwen3", "gemma3"):
         target = target_of_kind(name)
         draft = tiny_draft(target, ScriptedDraft)
-        for make_cache in (lambda: DynamicCache(config=target.config), DynamicCache):
-            compare_greedy(target, draft, input_ids=PROMPT, max_new_tokens=30, cache=make_cache())
+        for make_cache in (partial(DynamicCache, config=target.config), DynamicCache):
+            compare_greedy(target, draft, lambda make_cache=make_cache: dict(cache=make_cache()), input_ids=PROMPT, max_new_tokens=30)
 
 
 def test_sliding_layers_record_their_past_only_while_decoding():
@@ -188,6 +212,11 @@ def test_verify_runs_the_anchor_and_the_drafts():
 def test_a_target_of_which_the_hidden_states_are_missing_is_named(monkeypatch, caplog):
     target = tiny_target()
     forward = target.forward
-    monkeypatch.setattr(target, "forward", lambda *args, **kwargs: forward(*args, **{**kwargs, "output_hidden_states": False}))
+
+    @wraps(forward)
+    def without_hidden_states(*args, **kwargs):
+        return forward(*args, **{**kwargs, "output_hidden_states": False})
+
+    monkeypatch.setattr(target, "forward", without_hidden_states)
     with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match="returned no hidden states of its layers"):
         target.generate(PROMPT, do_sample=False, max_new_tokens=8, assistant_model=tiny_draft(target))

@@ -37,7 +37,7 @@ def test_spread_layers_never_name_the_last_one(num_layers):
 
 
 def test_a_target_of_one_layer_has_nothing_to_capture():
-    with pytest.raises(ValueError, match="at least 2 layers.*num_target_layers=1"):
+    with pytest.raises(ValueError, match=r"at least 2 layers.*num_target_layers=1"):
         spread_target_layers(1)
 
 
@@ -76,7 +76,9 @@ def test_what_cannot_work_is_refused_by_name(options, message):
         DSparkConfig(**options)
 
 
-@pytest.mark.parametrize("name", ["block_size", "mask_token_id", "num_target_layers", "markov_rank", "num_anchors", "hidden_size", "num_hidden_layers"])
+@pytest.mark.parametrize(
+    "name", ["block_size", "mask_token_id", "num_target_layers", "markov_rank", "num_anchors", "hidden_size", "num_hidden_layers"]
+)
 @pytest.mark.parametrize("value", ["7", 7.0, None])
 def test_numbers_are_integers(name, value):
     with pytest.raises(ValueError, match=name):
@@ -105,7 +107,7 @@ def test_types_are_strict(name, value):
 def test_a_bad_value_assigned_later_surfaces_at_the_latest_when_saved(tmp_path):
     config = DSparkConfig()
     config.block_size = 0
-    with pytest.raises(Exception, match="block_size must be at least 1, got 0"):
+    with pytest.raises(Exception, match=r"block_size must be at least 1, got 0"):
         config.save_pretrained(tmp_path)
 
 
@@ -240,7 +242,7 @@ def test_the_rope_base_is_read_from_every_spelling(rope, tmp_path):
 
 
 def test_two_rope_bases_that_disagree_are_refused():
-    with pytest.raises(ValueError, match="rope_theta.*10000.*500000"):
+    with pytest.raises(ValueError, match=r"rope_theta.*10000.*500000"):
         DSparkConfig(rope_theta=10_000, rope_parameters={"rope_type": "default", "rope_theta": 500_000})
 
 

@@ -12,7 +12,9 @@ VOCAB, HIDDEN, RANK, BLOCK = 7, 4, 3, 5
 
 
 def make_config(head_type="vanilla", **options):
-    values = dict(vocab_size=VOCAB, hidden_size=HIDDEN, markov_rank=RANK, block_size=BLOCK, mask_token_id=0, eos_token_id=None, markov_head_type=head_type)
+    values = dict(
+        vocab_size=VOCAB, hidden_size=HIDDEN, markov_rank=RANK, block_size=BLOCK, mask_token_id=0, eos_token_id=None, markov_head_type=head_type
+    )
     return DSparkConfig(**{**values, **options})
 
 

@@ -10,40 +10,18 @@ import weakref
 
 import pytest
 import torch
+from drafts import PROMPT, inputs_of, loss_of, random_draft
 from oracle import tiny_draft, tiny_target
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, record_generation
 from hf_dspark.modeling.context_cache import ContextCache
 
-PROMPT = torch.tensor([[3, 14, 15, 9, 26]])
-
 
 @pytest.fixture
 def target():
     return tiny_target()
-
-
-def random_draft(target, **options):
-    """A tiny draft whose heads are random too (W2 starts at zero)."""
-    draft = tiny_draft(target, **options)
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for head in (draft.markov_head, draft.confidence_head):
-            for parameter in [] if head is None else head.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return draft
-
-
-def inputs_of(draft, context=6, seed=0):
-    """(block ids (1, block), context features (1, context, hidden), positions (1, context + block)), positions starting at 3."""
-    generator = torch.Generator().manual_seed(seed)
-    block = draft.config.block_size
-    ids = torch.randint(draft.config.vocab_size, (1, block), generator=generator)
-    features = torch.randn(1, context, draft.config.hidden_size, generator=generator)
-    return ids, features, torch.arange(3, 3 + context + block)[None]
 
 
 def naive_forward(draft, rows, context_features, position_ids):
@@ -67,7 +45,10 @@ def naive_forward(draft, rows, context_features, position_ids):
         attention = layer.self_attn
         normed = [rms_norm(layer.input_layernorm, row) for row in rows]
         sources = [*context_features, *normed]  # no input norm on the context stream
-        keys = [[rotate(rms_norm(attention.k_norm, head), p) for head in attention.k_proj(s).split(config.head_dim)] for s, p in zip(sources, position_ids)]
+        keys = [
+            [rotate(rms_norm(attention.k_norm, head), p) for head in attention.k_proj(s).split(config.head_dim)]
+            for s, p in zip(sources, position_ids)
+        ]
         values = [attention.v_proj(source).split(config.head_dim) for source in sources]
         updated = []
         for k, row in enumerate(rows):
@@ -190,22 +171,6 @@ def test_nothing_of_the_target_is_registered_moved_or_retyped(target):
     assert all(parameter.requires_grad for parameter in target.parameters())
 
 
-def loss_of(draft, target):
-    """Any scalar that every parameter of the draft takes part in."""
-    ids, _, positions = inputs_of(draft, context=5)
-    with torch.no_grad():
-        layers = target(PROMPT, output_hidden_states=True).hidden_states
-    hidden = draft(ids, draft.context_features([layers[layer + 1] for layer in draft.config.target_layer_ids]), positions)
-    logits = draft.base_logits(hidden)
-    if draft.markov_head is not None:
-        logits = logits + draft.markov_head.bias(draft.markov_head.block_features(ids, hidden))
-    loss = logits.square().mean()
-    if draft.confidence_head is not None:
-        embedding = draft.markov_head.markov_w1(ids) if draft.confidence_head.with_markov else None
-        loss = loss + draft.confidence_head(hidden, embedding).square().mean()
-    return loss
-
-
 def test_gradients_reach_every_parameter_of_the_draft_and_none_of_a_frozen_target(target):
     target.requires_grad_(False)
     draft = random_draft(target, markov_head_type="rnn").bind(target)
@@ -254,7 +219,7 @@ def test_copies_have_the_weights_and_are_bound_anew(target, how, bound):
     assert twin.generation_config.num_assistant_tokens == 3 and twin.config.to_dict() == draft.config.to_dict()
     for name, tensor in draft.state_dict().items():
         assert torch.equal(twin.state_dict()[name], tensor) and twin.state_dict()[name].data_ptr() != tensor.data_ptr()
-    with pytest.raises(ValueError, match="not bound"):
+    with pytest.raises(ValueError, match=r"not bound"):
         twin(*inputs_of(twin))
     expected = target.generate(PROMPT, max_new_tokens=12, do_sample=False)
     assert torch.equal(target.generate(PROMPT, assistant_model=twin, max_new_tokens=12, do_sample=False), expected)
@@ -267,7 +232,7 @@ GRID = list(itertools.product([0, 4], [False, True], [False, True]))
 def test_every_combination_of_heads_trains_a_step_and_decodes_or_is_refused(target, rank, confidence, with_markov, tmp_path):
     options = dict(markov_rank=rank, enable_confidence_head=confidence, confidence_head_with_markov=with_markov)
     if confidence and with_markov and rank == 0:
-        with pytest.raises(ValueError, match="confidence_head_with_markov=True.*markov_rank is 0"):
+        with pytest.raises(ValueError, match=r"confidence_head_with_markov=True.*markov_rank is 0"):
             tiny_draft(target, **options)
         return
     target.requires_grad_(False)
@@ -286,7 +251,9 @@ def test_every_combination_of_heads_trains_a_step_and_decodes_or_is_refused(targ
     assert torch.equal(target.generate(PROMPT, assistant_model=draft, max_new_tokens=16, do_sample=False), expected)
 
 
-@pytest.mark.parametrize("options", [dict(), dict(markov_head_type="gated"), dict(markov_head_type="rnn", draft_vocab_size=20), dict(attention_bias=True)])
+@pytest.mark.parametrize(
+    "options", [dict(), dict(markov_head_type="gated"), dict(markov_head_type="rnn", draft_vocab_size=20), dict(attention_bias=True)]
+)
 def test_no_memory_is_left_uninitialised(target, options, tmp_path, poisoned_memory):
     """Not on construction, nor on loading, nor in buffers that are not saved."""
     fresh = tiny_draft(target, initializer_range=0.02, **options)
@@ -345,56 +312,6 @@ def test_gradient_checkpointing_does_not_disturb_drafting(target):
     with record_generation() as report:
         assert torch.equal(target.generate(PROMPT, assistant_model=draft, max_new_tokens=16, do_sample=False), expected)
     assert report.requests[0].draft_failure is None
-
-
-LORA = LoraConfig(r=2, target_modules=r".*layers\.\d+\.(self_attn|mlp)\..*_proj", modules_to_save=["confidence_head"])
-
-
-@pytest.fixture
-def adapted(target):
-    """A draft with a random LoRA adapter over it."""
-    model = get_peft_model(random_draft(target), LORA)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.normal_(std=0.2)
-    return model
-
-
-def drafted_with(target, assistant):
-    """(ids, proposals) of a greedy generate() with `assistant`."""
-    with record_generation() as report:
-        ids = target.generate(PROMPT, assistant_model=assistant, max_new_tokens=16, do_sample=False)
-    assert report.requests[0].draft_failure is None and report.rounds
-    return ids
-
-
-def test_peft_wraps_trains_and_serves_as_assistant(target, adapted):
-    assert torch.equal(drafted_with(target, adapted), target.generate(PROMPT, max_new_tokens=16, do_sample=False))
-    trainable = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
-    assert trainable and all("lora_" in name or "confidence_head" in name for name in trainable)
-    target.requires_grad_(False)
-    loss_of(adapted.get_base_model(), target).backward()
-    assert all((parameter.grad is not None) == parameter.requires_grad for parameter in adapted.parameters())
-
-
-@torch.no_grad()
-def test_peft_adapters_are_saved_loaded_and_merged(target, adapted, tmp_path):
-    base = random_draft(target)
-    base.save_pretrained(tmp_path / "base")
-    adapted.save_pretrained(tmp_path / "adapter")
-    assert not (tmp_path / "adapter" / "config.json").exists()
-    expected = adapted.get_base_model().bind(target)(*inputs_of(base))
-    loaded = PeftModel.from_pretrained(DSparkDraftModel.from_pretrained(tmp_path / "base"), tmp_path / "adapter").eval()
-    torch.testing.assert_close(loaded.get_base_model().bind(target)(*inputs_of(base)), expected)
-    assert torch.equal(drafted_with(target, loaded), target.generate(PROMPT, max_new_tokens=16, do_sample=False))
-    merged = loaded.merge_and_unload()
-    assert type(merged) is DSparkDraftModel
-    assert set(merged.state_dict()) == set(base.state_dict())
-    torch.testing.assert_close(merged.bind(target)(*inputs_of(base)), expected, rtol=1e-4, atol=1e-4)
-    merged.save_pretrained(tmp_path / "merged")
-    again = DSparkDraftModel.from_pretrained(tmp_path / "merged").bind(target)
-    torch.testing.assert_close(again(*inputs_of(base)), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_the_config_alone_decides_the_tensors():

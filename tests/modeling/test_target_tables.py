@@ -68,7 +68,9 @@ def test_a_scaled_embedding_is_scaled():
     torch.testing.assert_close(embedded, target.get_input_embeddings().weight[PROMPT] * HIDDEN**0.5)
 
 
-@pytest.mark.parametrize(("kind", "logits"), [("Gemma2, capped", [4.8201, -0.9869]), ("Granite, divided", [2.5, -0.25]), ("Cohere, multiplied", [2.5, -0.25])])
+@pytest.mark.parametrize(
+    ("kind", "logits"), [("Gemma2, capped", [4.8201, -0.9869]), ("Granite, divided", [2.5, -0.25]), ("Cohere, multiplied", [2.5, -0.25])]
+)
 def test_scaling_and_cap_by_hand(kind, logits):
     """Raw logits 10 and -1: 5 tanh(10 / 5) and 5 tanh(-1 / 5), 10 / 4 and -1 / 4, 0.25 * 10 and 0.25 * -1."""
     target = TARGETS[kind]()
@@ -135,7 +137,9 @@ def test_modules_are_called_never_read(make_target):
     assert torch.equal(target.generate(PROMPT, assistant_model=draft, max_new_tokens=16, do_sample=False), expected)
 
 
-@pytest.mark.parametrize(("make_target", "named"), [(wrapped_target, "embed_tokens.weight.*WrappedModule.*packed weights"), (packed_target, "lm_head.weight.*int8")])
+@pytest.mark.parametrize(
+    ("make_target", "named"), [(wrapped_target, "embed_tokens.weight.*WrappedModule.*packed weights"), (packed_target, "lm_head.weight.*int8")]
+)
 def test_tables_that_cannot_be_read_cannot_be_saved(make_target, named, tmp_path):
     target = make_target()
     draft = tiny_draft(target).bind(target)
@@ -185,9 +189,9 @@ def test_the_head_is_checked_by_value():
     with pytest.raises(ValueError, match=f"by {0.25 * logits.abs().max():.3g}"):
         tables.check_head(hidden, wrong)
     # Without the final norm, the known silent mistake.
-    with pytest.raises(ValueError, match="differs from its own logits"):
+    with pytest.raises(ValueError, match=r"differs from its own logits"):
         tables.check_head(hidden * 1.5, logits)
-    with pytest.raises(ValueError, match="nan"):
+    with pytest.raises(ValueError, match=r"nan"):
         tables.check_head(hidden * torch.nan, logits)
 
 
@@ -214,7 +218,7 @@ def test_a_resized_target_loses_the_mask_row_and_is_refused():
     draft.bind(target)
     target.resize_token_embeddings(VOCAB - 4)
     for refused in (draft, tiny_draft(tiny_target(), mask_token_id=VOCAB - 1)):
-        with pytest.raises(ValueError, match="vocab_size is 64, the target has 60.*resized.*mask_token_id 63 must stay inside"):
+        with pytest.raises(ValueError, match=r"vocab_size is 64, the target has 60.*resized.*mask_token_id 63 must stay inside"):
             target.generate(PROMPT, assistant_model=refused, max_new_tokens=4)
 
 
@@ -222,7 +226,7 @@ def test_a_target_without_a_head_is_refused():
     config = Qwen3Config(**SHAPE)
     target = build(Qwen3Model, config)
     draft = tiny_draft(target)
-    with pytest.raises(ValueError, match="Qwen3Model has no output head.*causal LM head"):
+    with pytest.raises(ValueError, match=r"Qwen3Model has no output head.*causal LM head"):
         draft.bind(target)
 
 

@@ -33,7 +33,10 @@ def target_features(target: PreTrainedModel, input_ids: torch.Tensor, attention_
     """
     last_index = target.config.get_text_config().num_hidden_layers
     indices = [layer + 1 for layer in layer_ids]  # hidden_states[0] is the embedding's output
-    options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(target.forward).parameters else {}
+    options = {}
+    if "logits_to_keep" in inspect.signature(target.forward).parameters:
+        # The number 1 slices a view whose product with the head, on a CPU, first copies the head once for each sequence.
+        options["logits_to_keep"] = torch.tensor([input_ids.shape[1] - 1], device=input_ids.device)
     outputs = target(
         input_ids=input_ids, attention_mask=attention_mask, output_hidden_states=[*indices, last_index], use_cache=False, return_dict=True, **options
     )

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from hf_dspark.distillation.blocks import Blocks
 from hf_dspark.modeling import DSparkDraftModel
@@ -57,7 +56,7 @@ def dspark_loss(
     Args:
         hidden: (batch, anchors, block, hidden), the draft's block hidden states after its final norm.
         last_hidden: (batch, tokens, hidden), the target's after its final norm; its logits at anchor + k teach slot k.
-        chunk_values: rows are worked on in chunks of about this many logits and recomputed in the backward pass.
+        chunk_values: rows are worked on in chunks of about this many logits.
 
     A batch without a supervised slot has loss 0. The law of a draft with a reduced vocabulary is 0 outside it: L1 is over the
     target's whole vocabulary, CE over the labels that the draft can predict.
@@ -67,48 +66,53 @@ def dspark_loss(
     previous_ids, labels = blocks.previous_ids[mask], blocks.labels[mask]
     batch_index = torch.arange(mask.shape[0], device=mask.device)[:, None, None].expand_as(mask)
     teacher = last_hidden[batch_index[mask], blocks.positions[mask]]
-    features = None if draft.markov_head is None else draft.markov_head.block_features(blocks.previous_ids, hidden)[mask]
+    inputs = [rows] if draft.markov_head is None else [rows, draft.markov_head.block_features(blocks.previous_ids, hidden)[mask]]
     slot_weights = decay_weights(mask.shape[-1], weights.decay_gamma).to(hidden.device).expand_as(mask)[mask]
 
     columns = _draft_columns(draft, labels)
-    ce, l1 = _chunked_slot_losses(draft, rows, features, teacher, columns, chunk_values)
-    mean_ce, mean_l1 = _weighted_mean(ce, slot_weights * (columns >= 0)), _weighted_mean(l1, slot_weights)
-    total, confidence = weights.ce * mean_ce + weights.l1 * mean_l1, None
-    acceptance = 1 - l1.detach() / 2
+    ce_weights, l1_weights = _normalised(slot_weights * (columns >= 0)), _normalised(slot_weights)
+    num_rows = max(1, chunk_values // draft.config.vocab_size)
+    coefficients = torch.stack([weights.ce * ce_weights, weights.l1 * l1_weights])
+    total, ce, l1 = _weighted_losses(draft, inputs, teacher, columns, coefficients, num_rows)
+    confidence = None
+    acceptance = 1 - l1 / 2
     if draft.confidence_head is not None:
         embedding = draft.markov_head.markov_w1(previous_ids) if draft.confidence_head.with_markov else None
         logits = draft.confidence_head(rows, embedding).float()
-        confidence = _weighted_mean(F.binary_cross_entropy_with_logits(logits, acceptance.clamp(0, 1), reduction="none"), slot_weights)
+        confidence = (l1_weights * F.binary_cross_entropy_with_logits(logits, acceptance.clamp(0, 1), reduction="none")).sum()
         total = total + weights.confidence * confidence
     return LossTerms(
         total=total,
-        ce=mean_ce.detach(),
-        l1=mean_l1.detach(),
+        ce=(ce_weights * ce).sum(),
+        l1=(l1_weights * l1).sum(),
         confidence=None if confidence is None else confidence.detach(),
         tokens_per_round=expected_tokens_per_round(torch.zeros_like(mask, dtype=torch.float32).masked_scatter(mask, acceptance), mask),
     )
 
 
 def slot_losses(
-    draft: DSparkDraftModel, hidden: torch.Tensor, features: torch.Tensor | None, teacher: torch.Tensor, columns: torch.Tensor
+    draft: DSparkDraftModel, teacher: torch.Tensor, columns: torch.Tensor, hidden: torch.Tensor, features: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """CE = -log p_draft(label) and L1 = ||p_draft - p_target||_1 (not halved), each (rows,) fp32.
 
     Args:
-        hidden: (rows, hidden), the draft's. features: (rows, rank), what the Markov head's W2 multiplies; None: rank 0.
         teacher: (rows, hidden), the target's. columns: (rows,) long, labels in the draft's vocabulary, negative: outside it.
+        hidden: (rows, hidden), the draft's. features: (rows, rank), what the Markov head's W2 multiplies; None: rank 0.
     """
     logits = draft.base_logits(hidden)
     if features is not None:
         logits = logits + draft.markov_head.bias(features)
-    with torch.no_grad():
-        target_law = draft.tables.logits(teacher).to(hidden.device).float().softmax(dim=-1)
     log_law = logits.float().log_softmax(dim=-1)
     ce = -log_law.gather(-1, columns.clamp(min=0)[:, None])[:, 0]
-    if draft.config.draft_vocab_size is None:
-        return ce, (log_law.exp() - target_law).abs().sum(dim=-1)
-    reachable = target_law[:, draft.target_ids(torch.arange(draft.config.draft_vocab_size, device=hidden.device))]
-    return ce, (log_law.exp() - reachable).abs().sum(dim=-1) + (1 - reachable.sum(dim=-1))
+    reduced = draft.config.draft_vocab_size is not None
+    with torch.no_grad():
+        target_logits = draft.tables.logits(teacher).to(hidden.device).float()
+        log_norm = target_logits.logsumexp(dim=-1, keepdim=True)
+        if reduced:
+            target_logits = target_logits[:, draft.target_ids(torch.arange(log_law.shape[-1], device=hidden.device))]
+        target_law = (target_logits - log_norm).exp_()
+    l1 = (log_law.exp() - target_law).abs().sum(dim=-1)
+    return ce, l1 + (1 - target_law.sum(dim=-1)) if reduced else l1
 
 
 def expected_tokens_per_round(acceptance: torch.Tensor, slot_mask: torch.Tensor) -> torch.Tensor:
@@ -119,19 +123,35 @@ def expected_tokens_per_round(acceptance: torch.Tensor, slot_mask: torch.Tensor)
     return ((1 + survival.sum(dim=-1)) * counted).sum() / counted.sum().clamp(min=1)
 
 
-def _chunked_slot_losses(draft, hidden, features, teacher, columns, chunk_values: int) -> tuple[torch.Tensor, torch.Tensor]:
-    num_rows = max(1, chunk_values // draft.config.vocab_size)
-    if len(hidden) <= num_rows:
-        return slot_losses(draft, hidden, features, teacher, columns)
-    terms = [
-        checkpoint(
-            slot_losses, draft, hidden[i : i + num_rows], None if features is None else features[i : i + num_rows], teacher[i : i + num_rows],
-            columns[i : i + num_rows], use_reentrant=False, preserve_rng_state=False,
-        )
-        for i in range(0, len(hidden), num_rows)
-    ]  # fmt: skip
-    ce, l1 = zip(*terms)
-    return torch.cat(ce), torch.cat(l1)
+def _weighted_losses(draft, inputs, teacher, columns, coefficients, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(total, ce, l1): the scalar sum of coefficients * losses, which carries the gradient, and the losses (rows,), which don't.
+
+    The gradient of a chunk of `num_rows` rows is taken at once, so that its logits are gone before the next ones are made and
+    nothing, not even the teacher's logits, is computed again in the backward pass: a row's coefficients don't depend on the others.
+
+    inputs: `hidden` (rows, hidden) and, with a Markov head, `features` (rows, rank). coefficients: (2, rows), of CE and of L1.
+    """
+    training = torch.is_grad_enabled()
+    heads = [draft.markov_head.markov_w2] if draft.markov_head is not None else []
+    heads += [draft.lm_head] if draft.config.draft_vocab_size is not None else []
+    parameters = [parameter for head in heads for parameter in head.parameters() if parameter.requires_grad]
+    gradients = [torch.zeros_like(value) for value in (*inputs, *parameters)]
+    losses = torch.zeros_like(coefficients)
+    for start in range(0, len(teacher), num_rows):
+        part = slice(start, start + num_rows)
+        leaves = [value[part].detach().requires_grad_(training) for value in inputs]
+        chunk = torch.stack(slot_losses(draft, teacher[part], columns[part], *leaves))
+        losses[:, part] = chunk.detach()
+        if training:
+            found = torch.autograd.grad((coefficients[:, part] * chunk).sum(), [*leaves, *parameters])
+            for i, gradient in enumerate(found):
+                (gradients[i][part] if i < len(inputs) else gradients[i]).add_(gradient)
+    total = (coefficients * losses).sum()
+    if training:
+        # A term of value 0 whose gradient is the one at hand.
+        carrier = sum((value * gradient).sum() for value, gradient in zip((*inputs, *parameters), gradients))
+        total = total + (carrier - carrier.detach())
+    return total, *losses
 
 
 def _draft_columns(draft: DSparkDraftModel, labels: torch.Tensor) -> torch.Tensor:
@@ -145,6 +165,6 @@ def _draft_columns(draft: DSparkDraftModel, labels: torch.Tensor) -> torch.Tenso
     return columns[labels]
 
 
-def _weighted_mean(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    # Without any weight the mean is 0, and so is its gradient.
-    return (values * weights).sum() / weights.sum().clamp(min=1e-8)
+def _normalised(weights: torch.Tensor) -> torch.Tensor:
+    """`weights` (rows,) with sum 1; zeros stay zeros, so that without any the loss is 0."""
+    return weights / weights.sum().clamp(min=1e-8)

@@ -4,11 +4,11 @@ import statistics
 from dataclasses import dataclass, field
 
 import torch
-from transformers.utils import logging
 
 from hf_dspark.evaluation.benchmarks import repeated_ngram_share
+from hf_dspark.evaluation.output import progress, table
 from hf_dspark.evaluation.pairs import Pair, held_out_texts
-from hf_dspark.evaluation.output import table
+from hf_dspark.evaluation.sampling_law import seeded
 from hf_dspark.generation.report import GenerationReport, record_generation
 
 __all__ = ["Acceptance", "accepted_on", "evaluate_pair", "held_out_prompts"]
@@ -59,7 +59,7 @@ def accepted_on(pair: Pair, prompts: list[torch.Tensor], label: str, **options) 
     """Completes each of `prompts` (1, tokens) with the draft; `options` are generate()'s. `label` stands beside the progress bar."""
     with record_generation() as report:
         acceptance = Acceptance(report)
-        for prompt in logging.tqdm(prompts, desc=label, leave=False):
+        for prompt in progress(prompts, label):
             ids = pair.target.generate(input_ids=prompt, assistant_model=pair.draft, **options)
             request = GenerationReport(report.requests[-1:])
             acceptance.tokens_per_round.append(request.tokens_per_round)
@@ -86,8 +86,7 @@ def evaluate_pair(
         raise ValueError(f"max_new_tokens must be at least 2 (the first token is no round), got {max_new_tokens}")
     prompts = held_out_prompts(pair, num_modules, prompt_tokens)
     greedy = accepted_on(pair, prompts, "greedy", max_new_tokens=max_new_tokens, do_sample=False)
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
+    with seeded(seed, pair.target.device):
         sampling = dict(do_sample=True, temperature=temperature, top_k=0, top_p=1.0)
         sampled = accepted_on(pair, prompts, "sampled", max_new_tokens=max_new_tokens, **sampling)
     return {"greedy": greedy.summary(), "sampled": sampled.summary()}
@@ -99,10 +98,10 @@ def render_evaluation(summaries: dict[str, dict], temperature: float) -> str:
     rows = [
         [
             labels[name],
-            f"{s['tokens_per_round']:.2f}",
-            f"{s['tokens_per_round_pooled']:.2f}",
+            _figure(s["tokens_per_round"]),
+            _figure(s["tokens_per_round_pooled"]),
             f"{100 * s['repeated_8gram_share']:.1f} %",
-            f"{s['tokens_per_round_below_30_percent_repeated']:.2f} ({s['completions_below_30_percent_repeated']} of {s['completions']})",
+            f"{_figure(s['tokens_per_round_below_30_percent_repeated'])} ({s['completions_below_30_percent_repeated']} of {s['completions']})",
             f"{s['new_tokens_mean']:.1f}",
         ]
         for name, s in summaries.items()
@@ -122,3 +121,7 @@ def acceptance_table(acceptance: dict[str, list[float]]) -> str:
 def _mean(values: list[float]) -> float:
     known = [value for value in values if value == value]
     return statistics.mean(known) if known else float("nan")
+
+
+def _figure(value: float) -> str:
+    return "-" if value != value else f"{value:.2f}"

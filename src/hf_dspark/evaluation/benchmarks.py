@@ -38,7 +38,10 @@ def _decode_alone(
 
 
 def decoding_variants(target: PreTrainedModel, draft: DSparkDraftModel, prompt_lookup_tokens: int | None = None) -> dict[str, Callable]:
-    """Ways to write the same greedy text, by name; each takes generate()'s arguments. `prompt_lookup_tokens`: drafts of prompt lookup; None: without it."""
+    """Ways to write the same greedy text, by name; each takes generate()'s arguments.
+
+    `prompt_lookup_tokens`: tokens that prompt lookup drafts; None: without prompt lookup.
+    """
     variants = {
         PLAIN: target.generate,
         OWN_LOOP: lambda **arguments: generate_without_draft(target, **arguments),

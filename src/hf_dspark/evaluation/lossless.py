@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 import torch
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
+from hf_dspark.evaluation.output import progress
 from hf_dspark.evaluation.sampling_law import SamplingCheck, check_sampling
 from hf_dspark.generation.report import GenerationReport, RequestRecord, record_generation
 from hf_dspark.modeling import DSparkDraftModel
 
-__all__ = ["Check", "NEAR_TIE_UNITS", "verify"]
+__all__ = ["NEAR_TIE_UNITS", "Check", "verify"]
 
 # In half precision a row of a block and a single row round differently; texts may part where the gap is at most this many
 # units in the last place of the largest logit.
@@ -46,7 +46,7 @@ def verify(
     draft: DSparkDraftModel,
     prompts: list[torch.Tensor],
     max_new_tokens: int = 64,
-    num_samples: int = 400,
+    num_samples: int = 200,
     temperature: float = 0.7,
     seed: int = 0,
     show: Callable[[int], str] = str,
@@ -65,9 +65,9 @@ def verify(
         raise ValueError(f"samples must be 0 (no sampling) or more, got {num_samples}")
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}")
-    plain = [_write(target, prompt, max_new_tokens) for prompt in logging.tqdm(prompts, desc="plain", leave=False)]
+    plain = [_write(target, prompt, max_new_tokens) for prompt in progress(prompts, "plain")]
     with record_generation() as report:
-        drafted = [_write(target, prompt, max_new_tokens, draft, watched=False) for prompt in logging.tqdm(prompts, desc="greedy", leave=False)]
+        drafted = [_write(target, prompt, max_new_tokens, draft, watched=False) for prompt in progress(prompts, "greedy")]
     yield _check_failures(report)
     yield _check_greedy(target, plain, drafted, report, show)
     yield _check_logits(target, draft, prompts, plain, max_new_tokens)
@@ -166,7 +166,8 @@ def _check_greedy(target, plain: list[Text], drafted: list[Text], report: Genera
     if wrong:
         number, found = wrong[0]
         return Check("greedy", False, f"{len(wrong)} of {len(plain)} texts differ, the first at prompt {number}, {found.words(show)}", figures)
-    words = f"{differences.count(None)} of {len(plain)} texts identical ({figures['tokens']} tokens, {figures['rounds']} rounds of {report.tokens_per_round:.2f} tokens)"
+    words = f"{differences.count(None)} of {len(plain)} texts identical"
+    words += f" ({figures['tokens']} tokens, {figures['rounds']} rounds of {report.tokens_per_round:.2f} tokens)"
     if excused:
         words += f"; the others part at a near tie of {str(target.dtype).removeprefix('torch.')}, e.g. at {excused[0].words(show)}"
     if not any(round_.accepted for round_ in report.rounds):
@@ -177,7 +178,7 @@ def _check_greedy(target, plain: list[Text], drafted: list[Text], report: Genera
 def _check_logits(target, draft, prompts: list[torch.Tensor], plain: list[Text], max_new_tokens: int) -> Check:
     """The same texts once more, with the logits of every token and the length of the cache; half precision has no strict tolerance."""
     largest, problem = 0.0, None
-    for number, (prompt, expected) in enumerate(logging.tqdm(list(zip(prompts, plain)), desc="logits", leave=False), 1):
+    for number, (prompt, expected) in enumerate(progress(list(zip(prompts, plain)), "logits"), 1):
         text = _write(target, prompt, max_new_tokens, draft)
         if text.ids != expected.ids:
             if (found := first_difference(expected, text.ids, target.dtype)) and not found.excused:
@@ -190,7 +191,8 @@ def _check_logits(target, draft, prompts: list[torch.Tensor], plain: list[Text],
             difference = (ours - theirs)[theirs.isfinite()].abs().max().item() / scale
             largest = max(largest, difference)
             if target.dtype.itemsize >= 4 and not difference <= LOGITS_TOLERANCE:
-                problem = problem or f"prompt {number}: the logits of new token {index} differ by {difference:.2g} of the largest; the target saw another cache"
+                what = f"the logits of new token {index} differ by {difference:.2g} of the largest"
+                problem = problem or f"prompt {number}: {what}; the target saw another cache"
     words = problem or f"within {largest:.1e} of the largest logit; caches of equal length"
     return Check("logits", problem is None, words, {"largest_relative_difference": largest})
 
@@ -198,7 +200,7 @@ def _check_logits(target, draft, prompts: list[torch.Tensor], plain: list[Text],
 def _check_endings(target, draft, prompts: list[torch.Tensor], drafted: list[Text], report: GenerationReport, max_new_tokens: int, show) -> Check:
     """Stop tokens and budgets that end a text inside a block of accepted drafts."""
     tried, inside, problem = 0, 0, None
-    for number, (prompt, text, request) in enumerate(logging.tqdm(list(zip(prompts, drafted, report.requests)), desc="endings", leave=False), 1):
+    for number, (prompt, text, request) in enumerate(progress(list(zip(prompts, drafted, report.requests)), "endings"), 1):
         places = _places_inside_blocks(request)
         first_seen = [index for index in range(1, len(text.ids)) if text.ids.index(text.ids[index]) == index]
         stops = [index for index in first_seen if index in places] or first_seen

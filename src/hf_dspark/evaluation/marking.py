@@ -1,6 +1,7 @@
 """Showing which tokens of a text the draft wrote: in colour, or with carets under them."""
 
 import os
+import shutil
 import sys
 
 from transformers import PreTrainedTokenizerBase
@@ -50,13 +51,16 @@ def _pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str]:
 
 
 def _with_lines_below(text: str, carets: str) -> str:
-    lines, start = [], 0
+    """Lines no wider than the terminal, so that carets stay below their characters."""
+    width, lines, start = shutil.get_terminal_size().columns, [], 0
     for line in text.split("\n"):
         below = carets[start : start + len(line)]
         start += len(line) + 1
         # A tab is wider than its caret.
-        expanded = [(character, mark) if character != "\t" else ("    ", mark * 4) for character, mark in zip(line, below)]
-        lines.append("".join(character for character, _ in expanded))
-        if "^" in below:
-            lines.append("".join(mark for _, mark in expanded).rstrip())
+        below = "".join(mark * 4 if character == "\t" else mark for character, mark in zip(line, below))
+        line = line.replace("\t", "    ")
+        for column in range(0, max(len(line), 1), width):
+            lines.append(line[column : column + width])
+            if "^" in (marks := below[column : column + width]):
+                lines.append(marks.rstrip())
     return "\n".join(lines)

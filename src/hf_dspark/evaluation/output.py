@@ -1,10 +1,18 @@
-"""What a measurement prints and writes: aligned tables, JSON files."""
+"""What a measurement prints and writes: progress, aligned tables, JSON files."""
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["table", "write_json"]
+from transformers.utils import logging
+
+__all__ = ["progress", "table", "write_json"]
+
+
+def progress(items: Sequence, label: str):
+    """Iterates over `items` with a bar on a terminal, unless transformers' progress bars are switched off."""
+    return logging.tqdm(items, desc=label, leave=False, disable=None)
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

@@ -62,6 +62,9 @@ def load_pair(draft: str | None = None, target: str | None = None, dtype: str = 
         draft, target = str(bundled / "draft"), str(bundled / "target")
         if not (bundled / "draft" / "config.json").exists():
             raise ValueError(f"the bundled pair is missing from {bundled}; install the package again, or name a pair with --draft and --target")
+    for name, value in (("--draft", draft), ("--target", target)):
+        if value is not None and (Path(value).is_absolute() or value.startswith(".")) and not Path(value).is_dir():
+            raise FileNotFoundError(f"{name} {value}: there is no such folder")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     with _without_loading_bars():
         draft_model = DSparkDraftModel.from_pretrained(draft, dtype=dtype)

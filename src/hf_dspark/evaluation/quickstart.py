@@ -4,12 +4,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers.utils import logging
 
 from hf_dspark.evaluation.acceptance import acceptance_table, held_out_prompts
 from hf_dspark.evaluation.benchmarks import DRAFTED, OWN_LOOP, PLAIN, decoding_variants, paired_ratio, time_interleaved
 from hf_dspark.evaluation.marking import accepted_marks, render_marked, terminal_has_colour
-from hf_dspark.evaluation.output import table
+from hf_dspark.evaluation.output import progress, table
 from hf_dspark.evaluation.pairs import Pair
 from hf_dspark.evaluation.plots import plot_pair
 from hf_dspark.generation.report import GenerationReport, record_generation
@@ -58,7 +57,7 @@ def demonstrate(pair: Pair, prompts: list[torch.Tensor], max_new_tokens: int, nu
         for prompt in prompts:  # also warms up every way before it is timed
             arguments = dict(input_ids=prompt, max_new_tokens=max_new_tokens, do_sample=False)
             texts.append({name: _ids(write(**arguments), name, report) for name, write in variants.items()})
-    for prompt in logging.tqdm(prompts, desc="timing", leave=False):
+    for prompt in progress(prompts, "timing"):
         arguments = dict(input_ids=prompt, max_new_tokens=max_new_tokens, do_sample=False)
         runs = {name: lambda write=write, arguments=arguments: write(**arguments) for name, write in variants.items()}
         for name, measured in time_interleaved(runs, num_runs).items():
@@ -86,8 +85,8 @@ def quickstart(pair: Pair, output: str = ".", max_new_tokens: int = 128, num_com
     print(pair.description)
     result = demonstrate(pair, held_out_prompts(pair, num_completions, PROMPT_TOKENS), max_new_tokens, num_runs)
     colour = terminal_has_colour()
-    print(f"{len(result.prompts)} modules of Python's standard library that training never saw, continued. Written by the draft and accepted by the target:")
-    print("green.\n" if colour else "what has a caret (^) below.\n")
+    print(f"{len(result.prompts)} modules of Python's standard library that training never saw, continued.")
+    print(f"What the draft wrote and the target accepted {'is green' if colour else 'has carets (^) below it'}.\n")
     for prompt, texts, request in zip(result.prompts, result.texts, result.report.requests):
         prompt_ids = prompt[0].tolist()
         print(render_marked(pair.tokenizer, prompt_ids, texts[DRAFTED][len(prompt_ids) :], accepted_marks(request), colour))

@@ -7,15 +7,14 @@ tried: by rank in the target's law, by token, and by the pair of the previous to
 """
 
 import copy
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from transformers import LogitsProcessorList, PreTrainedModel
-from transformers.utils import logging
 
+from hf_dspark.evaluation.output import progress
 from hf_dspark.generation.report import GenerationReport, record_generation
 from hf_dspark.modeling import DSparkDraftModel
 
@@ -86,21 +85,28 @@ def check_sampling(
     settings = {"chain": dict(draft_sampling="chain"), "argmax": dict(draft_sampling="argmax")}
     if draft.confidence_head is not None:
         settings["cut by confidence"] = dict(draft_sampling="chain")
-    alarm_below = _LEVEL / (3 * len(settings))
-    with torch.random.fork_rng():
+    alarm_below, cut = _LEVEL / (3 * len(settings)), 0.0
+    for name, knobs in settings.items():
+        if name == "cut by confidence":
+            knobs["conditional_confidence_threshold"] = cut
+        with _knobs(draft, **knobs), seeded(seed, target.device), record_generation() as report:
+            texts = _sample(target, draft, prompts, num_samples, options, name)
+        cut = cut or _median_confidence(report)
+        yield _judge(target, texts, options, name, alarm_below, report, show)
+
+
+@contextmanager
+def seeded(seed: int, device: torch.device):
+    """Random numbers from `seed` on, and the state of before afterwards."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
-        for name, knobs in settings.items():
-            if name.startswith("cut"):
-                knobs["conditional_confidence_threshold"] = _median_confidence(report)
-            with _knobs(draft, **knobs), record_generation() as report:
-                texts = _sample(target, draft, prompts, num_samples, options, name)
-            yield _judge(target, texts, options, name, alarm_below, report, show)
+        yield
 
 
 def _sample(target, draft, prompts, num_samples, options, label) -> list[tuple[torch.Tensor, list[int]]]:
     """(prompt, new ids) of each text, prompts in turn."""
     texts = []
-    for index in logging.tqdm(range(num_samples), desc=f"sampling, {label}", leave=False):
+    for index in progress(range(num_samples), f"sampling, {label}"):
         prompt = prompts[index % len(prompts)]
         ids = target.generate(input_ids=prompt, assistant_model=draft, **options)
         texts.append((prompt, ids[0, prompt.shape[1] :].tolist()))
@@ -156,7 +162,7 @@ def _wrong_ending(target, texts, length: int) -> str | None:
 def _laws_along(target: PreTrainedModel, texts: list[tuple[torch.Tensor, list[int]]], options: dict) -> _Law:
     """The target's processed law at every new token of `texts`, from one forward pass over each text."""
     parts = []
-    for prompt, ids in logging.tqdm(texts, desc="exact laws", leave=False):
+    for prompt, ids in progress(texts, "exact laws"):
         processors = _processors(target, prompt, options)
         whole = torch.cat([prompt, prompt.new_tensor([ids])], dim=1)
         start = prompt.shape[1]
@@ -219,7 +225,7 @@ def chi_square_tail(statistic: float, degrees: int) -> float:
 
 def _median_confidence(report: GenerationReport) -> float:
     values = sorted(confidence for position in report.confidence_outcomes for confidence, _ in position)
-    return values[len(values) // 2] if values and math.isfinite(values[0]) else 0.5
+    return values[len(values) // 2] if values else 0.5
 
 
 @contextmanager

@@ -58,7 +58,7 @@ def install(mixin: type = GenerationMixin) -> None:
         assistant = generation_mode_kwargs.get("assistant_model")
         draft = as_draft(assistant)
         if draft is None or generation_mode != GenerationMode.ASSISTED_GENERATION:
-            if assistant is not None:
+            if draft is None and assistant is not None:
                 _warn_wrong_door(assistant)
             return validate(self, generation_mode, generation_config, generation_mode_kwargs)
         refuse_unsupported(self, draft, generation_config, generation_mode_kwargs)
@@ -135,8 +135,9 @@ def refuse_unsupported(target: PreTrainedModel, draft: DSparkDraftModel, generat
     if target._is_stateful:
         raise ValueError(f"{type(target).__name__} is recurrent: its state can't be rolled back after a rejected draft")
     layer_types = getattr(target.config.get_text_config(), "layer_types", None) or []
-    if generation_config.cache_implementation in ("static", "hybrid") and "sliding_attention" in layer_types:
-        raise ValueError("a static cache with sliding-window layers can't be rolled back; leave cache_implementation at its default")
+    cache_kind = generation_config.cache_implementation
+    if cache_kind not in (None, "dynamic", "offloaded", "quantized") and "sliding_attention" in layer_types:
+        raise ValueError(f"cache_implementation={cache_kind!r}: a static cache with sliding-window layers can't be rolled back; leave it at its default")
     stop_ids = generation_config.eos_token_id if isinstance(generation_config.eos_token_id, list) else [generation_config.eos_token_id]
     if draft.config.mask_token_id in stop_ids:
         raise ValueError(f"the draft's mask_token_id {draft.config.mask_token_id} is a stop token of this call (eos_token_id={stop_ids})")

@@ -33,14 +33,17 @@ def draft_options(draft: DSparkDraftModel) -> DraftOptions:
     _refuse_misspelt(knobs)
     block_size = draft.config.block_size
     num_tokens = block_size if knobs.num_assistant_tokens is None else knobs.num_assistant_tokens
-    if not isinstance(num_tokens, int) or not 1 <= num_tokens <= block_size:
+    if isinstance(num_tokens, bool) or not isinstance(num_tokens, int) or not 1 <= num_tokens <= block_size:
         raise ValueError(
             f"draft.generation_config.num_assistant_tokens must lie between 1 and the draft's block_size {block_size} (None: the whole block), "
             f"got {num_tokens!r}"
         )
+    if (schedule := knobs.num_assistant_tokens_schedule) not in (None, "constant"):
+        raise ValueError(f"draft.generation_config.num_assistant_tokens_schedule must be 'constant' or None, a draft has no other; got {schedule!r}")
     thresholds = []
     for name in ("assistant_confidence_threshold", "conditional_confidence_threshold"):
-        value = getattr(knobs, name, None) or 0.0  # None, transformers' unset value, is no cut
+        value = getattr(knobs, name, None)
+        value = 0.0 if value is None else value  # transformers' unset value is no cut
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
             raise ValueError(f"draft.generation_config.{name} is a probability and must lie in [0, 1], got {value!r}")
         if value > 0 and draft.confidence_head is None:

@@ -1,0 +1,137 @@
+"""From a folder with a target to a folder with its draft."""
+
+import json
+
+import pytest
+import torch
+from oracle import build, tiny_target
+from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, set_seed
+
+from hf_dspark import DSparkDraftModel, record_generation
+from hf_dspark.distillation.arguments import DistillationArguments
+from hf_dspark.distillation.corpus import train_tokenizer
+from hf_dspark.distillation.distill import distill, draft_config
+
+TEXTS = [f"def add{i}(a, b):\n    return a + b + {i}\n" for i in range(30)]
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a target, its tokenizer and a text file."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    tokenizer = train_tokenizer(TEXTS, vocab_size=280)
+    tokenizer.save_pretrained(tmp_path / "target")
+    tiny_target(vocab_size=280, initializer_range=0.1, **SPECIAL).to(torch.bfloat16).save_pretrained(tmp_path / "target")
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return tmp_path
+
+
+def arguments(folder, **options) -> DistillationArguments:
+    values = {"target": str(folder / "target"), "dataset": str(folder / "texts.jsonl"), "output_dir": str(folder / "draft"), "num_held_out": 4}
+    values |= {"max_length": 32, "block_size": 4, "num_draft_layers": 1, "markov_rank": 8, "num_anchors": 8, "max_steps": 3, "num_key_value_heads": 1}
+    values |= {
+        "per_device_train_batch_size": 4,
+        "use_cpu": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+    }
+    return DistillationArguments(**{**values, **options})
+
+
+def generates_as_plain(folder, draft) -> None:
+    target = tiny_target(vocab_size=280, **SPECIAL).from_pretrained(folder / "target", dtype=torch.float32)
+    ids = torch.tensor([[1, 40, 50]])
+    with record_generation() as report:
+        drafted = target.generate(ids, assistant_model=draft.float(), max_new_tokens=12, do_sample=False)
+    assert torch.equal(drafted, target.generate(ids, max_new_tokens=12, do_sample=False))
+    assert report.requests[0].draft_failure is None
+
+
+def test_the_written_draft_is_slim_names_its_target_and_decodes(folder):
+    output = distill(arguments(folder))
+    assert output == folder / "draft"
+    draft = DSparkDraftModel.from_pretrained(output)
+    assert draft.dtype == torch.bfloat16 and not draft.stored_tables
+    config = draft.config
+    assert config.base_model_name_or_path == str(folder / "target")
+    assert (config.vocab_size, config.hidden_size, config.num_target_layers, config.mask_token_id) == (280, 32, 4, 3)
+    assert (config.eos_token_id, config.bos_token_id, config.pad_token_id) == (2, 1, 0)
+    assert (config.intermediate_size, config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (48, 4, 1, 8)
+    report = json.loads((output / "distillation.json").read_text())
+    assert report["steps"] == 3 and report["num_train_rows"] >= 26 and 1 <= report["eval_tau"] <= 5
+    generates_as_plain(folder, draft)
+
+
+def test_the_same_arguments_write_the_same_draft(folder):
+    for name in ("one", "two"):
+        set_seed(len(name + "x" * (name == "two")))
+        distill(arguments(folder, output_dir=str(folder / name)))
+    files = [(folder / name / "model.safetensors").read_bytes() for name in ("one", "two")]
+    assert files[0] == files[1]
+
+
+def test_training_goes_on_from_a_draft_at_hand(folder):
+    first = distill(arguments(folder, save_dtype="float32", output_dir=str(folder / "first")))
+    second = distill(arguments(folder, save_dtype="float32", init_draft=str(first), max_steps=1, learning_rate=1e-9, markov_rank=4))
+    before, after = DSparkDraftModel.from_pretrained(first), DSparkDraftModel.from_pretrained(second)
+    assert after.dtype == torch.float32
+    for name, parameter in after.named_parameters():
+        torch.testing.assert_close(parameter, dict(before.named_parameters())[name], rtol=0, atol=1e-7)
+    with pytest.raises(ValueError, match="max_length=5 is too short for the block_size 4"):
+        distill(arguments(folder, init_draft=str(first), max_length=5, block_size=3))
+
+
+def test_a_reduced_vocabulary_holds_the_most_frequent_tokens_and_starts_from_the_targets_head(folder):
+    output = distill(arguments(folder, draft_vocab_size=20, save_dtype="float32", max_steps=1, learning_rate=1e-9))
+    draft = DSparkDraftModel.from_pretrained(output)
+    kept = draft.target_ids(torch.arange(20))
+    target = tiny_target(vocab_size=280, **SPECIAL).from_pretrained(folder / "target", dtype=torch.float32)
+    torch.testing.assert_close(draft.lm_head.weight, target.lm_head.weight[kept], rtol=0, atol=1e-6)
+    tokenizer = train_tokenizer(TEXTS, vocab_size=280)
+    # Every text has its bos, eos, "def" and "return"; the mask token never occurs.
+    assert {1, 2, *tokenizer(" return")["input_ids"]} <= set(kept.tolist()) and 3 not in kept and kept.tolist() == sorted(kept.tolist())
+    generates_as_plain(folder, draft)
+
+
+def test_a_tokenizer_without_a_mask_token_is_named(folder):
+    tokenizer = train_tokenizer(TEXTS, vocab_size=280)
+    tokenizer.mask_token = None
+    target = tiny_target(vocab_size=280, **SPECIAL)
+    with pytest.raises(ValueError, match="has no mask token; set mask_token_id to a row of its embedding"):
+        draft_config(target, tokenizer, arguments(folder))
+    assert draft_config(target, tokenizer, arguments(folder, mask_token_id=9)).mask_token_id == 9
+    with pytest.raises(ValueError, match="mask_token_id 2 is also a stop or pad token"):
+        draft_config(target, tokenizer, arguments(folder, mask_token_id=2))
+
+
+def test_a_target_that_does_not_exist_keeps_transformers_error(folder):
+    with pytest.raises(OSError):
+        distill(arguments(folder, target=str(folder / "nothing")))
+
+
+SIZES = dict(vocab_size=280, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+GEMMA_ROPE = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+FAMILIES = {
+    "llama": (lambda: build(LlamaForCausalLM, LlamaConfig(**SIZES, rope_parameters={"rope_type": "default", "rope_theta": 5e5})), ("default", 5e5)),
+    "gemma3": (lambda: build(Gemma3ForCausalLM, Gemma3TextConfig(**SIZES, rope_parameters=GEMMA_ROPE)), ("linear", 1e6)),
+    "gpt2": (lambda: build(GPT2LMHeadModel, GPT2Config(vocab_size=280, n_embd=32, n_layer=6, n_head=4, **SPECIAL)), ("default", 1e4)),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_config_fits_targets_of_other_families(folder, name):
+    make, (rope_type, rope_theta) = FAMILIES[name]
+    target = make()
+    tokenizer = train_tokenizer(TEXTS, vocab_size=280)
+    config = draft_config(target, tokenizer, arguments(folder))
+    assert (config.rope_parameters["rope_type"], config.rope_parameters["rope_theta"]) == (rope_type, rope_theta)
+    assert config.head_dim == 8 and config.num_target_layers == 6
+    draft = DSparkDraftModel(config).bind(target)
+    draft.save_pretrained(folder / "written")
+    assert AutoConfig.from_pretrained(folder / "written").rope_parameters["rope_theta"] == rope_theta

@@ -1,0 +1,186 @@
+"""The loss terms against the reference implementation's values, a naive twin with its gradients, and hand computation."""
+
+import json
+import math
+
+import pytest
+import torch
+from oracle import VOCAB, tiny_draft, tiny_target
+from reference import naive_loss
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from hf_dspark.distillation.blocks import block_hidden_states, make_blocks
+from hf_dspark.distillation.features import target_features
+from hf_dspark.distillation.losses import LossWeights, decay_weights, dspark_loss, expected_tokens_per_round, slot_losses
+from hf_dspark.modeling import DSparkDraftModel
+
+DRAFTS = {
+    "vanilla": {},
+    "gated": {"markov_head_type": "gated"},
+    "rnn": {"markov_head_type": "rnn"},
+    "confidence without Markov features": {"confidence_head_with_markov": False},
+    "no confidence head": {"enable_confidence_head": False},
+    "rank 0": {"markov_rank": 0, "confidence_head_with_markov": False},
+    "rank 0, no confidence head": {"markov_rank": 0, "enable_confidence_head": False},
+    "reduced vocabulary": {"draft_vocab_size": 20},
+    "reduced vocabulary, rnn": {"draft_vocab_size": 20, "markov_head_type": "rnn"},
+}
+
+
+def training_batch(**options):
+    """A random pair and two sequences of 14 tokens with gaps in their masks, one block missing."""
+    target = tiny_target().requires_grad_(False)
+    draft = tiny_draft(target, **options).bind(target)
+    generator = torch.Generator().manual_seed(0)
+    if draft.markov_head is not None:
+        torch.nn.init.normal_(draft.markov_head.markov_w2.weight, generator=generator)
+    if draft.config.draft_vocab_size is not None:
+        kept = torch.randperm(VOCAB, generator=generator)[: draft.config.draft_vocab_size].sort().values
+        draft.d2t.copy_(kept - torch.arange(len(kept)))
+    ids = torch.randint(VOCAB - 1, (2, 14), generator=generator)
+    mask = torch.ones(2, 14)
+    mask[0, 6] = mask[1, 11] = 0
+    blocks = make_blocks(ids, mask, torch.tensor([[0, 3, 9], [2, 12, -1]]), draft.config.block_size, draft.config.mask_token_id)
+    return target, draft, blocks, target_features(target, ids, None, draft.config.target_layer_ids)
+
+
+@pytest.mark.parametrize("chunk_values", [2**24, 2**12])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["dspark_vanilla", "dflash"])
+def test_terms_equal_the_reference_values(deepspec_fixtures, name, implementation, chunk_values):
+    folder = deepspec_fixtures / name
+    values, expected = load_file(folder / "expected.safetensors"), json.loads((folder / "expected.json").read_text())
+    target = AutoModelForCausalLM.from_pretrained(deepspec_fixtures / "target_qwen3", dtype=torch.float32)
+    draft = DSparkDraftModel.from_pretrained(folder, dtype=torch.float32, attn_implementation=implementation).bind(target)
+    features = target_features(target, values["train.input_ids"], None, draft.config.target_layer_ids)
+    torch.testing.assert_close(torch.cat(features.hidden_states, dim=-1), values["train.context_features"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(features.last_hidden, values["train.target_last_hidden"], rtol=0, atol=1e-5)
+    blocks = make_blocks(values["train.input_ids"], values["train.loss_mask"], values["train.anchor_positions"], 7, draft.config.mask_token_id)
+    hidden = block_hidden_states(draft, features.hidden_states, blocks)
+    for gamma in (4.0, None):
+        terms = dspark_loss(draft, hidden, features.last_hidden, blocks, LossWeights(decay_gamma=gamma), chunk_values)
+        found = {"ce": terms.ce, "l1": terms.l1, "confidence": terms.confidence, "total_0.1_0.9_1.0": terms.total}
+        keys = [key for key in expected["loss"] if key.endswith(f"@gamma={gamma}")]
+        assert len(keys) == (4 if name == "dspark_vanilla" else 2)
+        for key in keys:
+            assert found[key.split("@")[0]].item() == pytest.approx(expected["loss"][key], abs=1e-5)
+    per_anchor = torch.tensor(expected["expected_tokens_per_round_per_anchor"])
+    assert terms.tokens_per_round.item() == pytest.approx(per_anchor.mean().item(), abs=1e-5)
+    found = [
+        expected_tokens_per_round(values["train.accept_rate"][i : i + 1, j : j + 1], blocks.slot_mask[i : i + 1, j : j + 1])
+        for i in range(3)
+        for j in range(6)
+    ]
+    torch.testing.assert_close(torch.stack(found).view(3, 6), per_anchor, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["dspark_vanilla", "dflash"])
+def test_slots_equal_the_reference_values(deepspec_fixtures, name):
+    values = load_file(deepspec_fixtures / name / "expected.safetensors")
+    target = AutoModelForCausalLM.from_pretrained(deepspec_fixtures / "target_qwen3", dtype=torch.float32)
+    draft = DSparkDraftModel.from_pretrained(deepspec_fixtures / name, dtype=torch.float32).bind(target)
+    features = target_features(target, values["train.input_ids"], None, draft.config.target_layer_ids)
+    blocks = make_blocks(values["train.input_ids"], values["train.loss_mask"], values["train.anchor_positions"], 7, draft.config.mask_token_id)
+    hidden, counted = block_hidden_states(draft, features.hidden_states, blocks), values["train.eval_mask"].bool()
+    logits, markov_features = draft.base_logits(hidden), None
+    if draft.markov_head is not None:
+        markov_features = draft.markov_head.block_features(blocks.previous_ids, hidden)
+        logits = logits + draft.markov_head.bias(markov_features)
+        confidence = draft.confidence_head(hidden, draft.markov_head.markov_w1(blocks.previous_ids))
+        torch.testing.assert_close(confidence[counted], values["train.confidence_logits"][counted], rtol=0, atol=1e-5)
+        markov_features = markov_features[counted]
+    torch.testing.assert_close(logits[counted], values["train.draft_logits"][counted], rtol=0, atol=1e-5)
+    teacher = torch.stack([features.last_hidden[b, position] for b, positions in enumerate(blocks.positions) for position in positions[counted[b]]])
+    torch.testing.assert_close(target.lm_head(teacher), values["train.target_logits"][counted], rtol=0, atol=1e-5)
+    _, l1 = slot_losses(draft, teacher, blocks.labels[counted], hidden[counted], markov_features)
+    torch.testing.assert_close(1 - l1 / 2, values["train.accept_rate"][counted], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_values", [2**24, 3 * VOCAB])
+@pytest.mark.parametrize("weights", [LossWeights(), LossWeights(ce=0.5, l1=0.3, confidence=2.0, decay_gamma=None)])
+@pytest.mark.parametrize("options", DRAFTS.values(), ids=DRAFTS.keys())
+def test_terms_and_gradients_equal_the_naive_twin(options, weights, chunk_values):
+    target, draft, blocks, features = training_batch(**options)
+    gradients = []
+    for naive in (False, True):
+        draft.zero_grad()
+        hidden = block_hidden_states(draft, features.hidden_states, blocks)
+        if naive:
+            expected = naive_loss(draft, target, hidden, features.last_hidden, blocks, weights)
+            expected["total"].backward()
+        else:
+            terms = dspark_loss(draft, hidden, features.last_hidden, blocks, weights, chunk_values)
+            terms.total.backward()
+        gradients.append({name: parameter.grad.clone() for name, parameter in draft.named_parameters()})
+    for name in ("total", "ce", "l1", "confidence"):
+        if name in expected:
+            torch.testing.assert_close(getattr(terms, name), expected[name], rtol=1e-5, atol=1e-5)
+        else:
+            assert name == "confidence" and terms.confidence is None
+    scale = max(gradient.abs().max() for gradient in gradients[1].values())
+    for name, gradient in gradients[1].items():
+        torch.testing.assert_close(gradients[0][name], gradient, rtol=1e-4, atol=1e-5 * max(1.0, scale.item()), msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_no_tensor_over_all_rows_and_the_vocabulary_is_made():
+    _, draft, blocks, features = training_batch()
+    hidden = block_hidden_states(draft, features.hidden_states, blocks)
+    num_rows = blocks.slot_mask.sum().item()
+    widest = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            output = function(*args, **(kwargs or {}))
+            if isinstance(output, torch.Tensor) and output.dim() == 2 and output.shape[1] == VOCAB:
+                widest.append(output.shape[0])
+            return output
+
+    with Watch():
+        dspark_loss(draft, hidden, features.last_hidden, blocks, LossWeights(), chunk_values=3 * VOCAB).total.backward()
+    # Transposed weights of the heads, (hidden 32 or rank 4, vocab), pass by too.
+    assert num_rows == 15 and set(widest) == {3, 4, 32}
+
+
+def test_without_a_supervised_slot_loss_and_gradients_are_zero():
+    _, draft, blocks, features = training_batch()
+    blocks.slot_mask = torch.zeros_like(blocks.slot_mask)
+    terms = dspark_loss(draft, block_hidden_states(draft, features.hidden_states, blocks), features.last_hidden, blocks, LossWeights())
+    terms.total.backward()
+    assert terms.total.item() == 0 and terms.tokens_per_round.item() == 0
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in draft.parameters())
+
+
+def test_the_confidence_target_and_the_teacher_pass_no_gradient():
+    target, draft, blocks, features = training_batch()
+    last_hidden = features.last_hidden.clone().requires_grad_()
+    hidden = block_hidden_states(draft, features.hidden_states, blocks)
+    terms = dspark_loss(draft, hidden, last_hidden, blocks, LossWeights(ce=0.0, l1=0.0, confidence=1.0))
+    terms.total.backward()
+    assert last_hidden.grad is None
+    # The Markov head's W2 reaches the confidence term only through its target.
+    assert not draft.markov_head.markov_w2.weight.grad.any()
+    assert draft.confidence_head.proj.weight.grad.any()
+    assert all(parameter.grad is None for parameter in target.parameters())
+
+
+def test_reduced_vocabulary_counts_the_mass_it_can_not_reach():
+    target, draft, _, _ = training_batch(draft_vocab_size=2, markov_rank=0, enable_confidence_head=False)
+    draft.d2t.copy_(torch.tensor([5, 8]))  # the target's tokens 5 and 9
+    with torch.no_grad():
+        draft.lm_head.weight.zero_()
+        target.lm_head.weight.zero_()
+    ce, l1 = slot_losses(draft, torch.randn(1, 32), torch.tensor([1]), torch.randn(1, 32))
+    assert ce.item() == pytest.approx(math.log(2))
+    # Draft 1/2 on two tokens, target 1/64 on each of 64.
+    assert l1.item() == pytest.approx(2 * (1 / 2 - 1 / 64) + 62 / 64)
+
+
+def test_weights_and_tokens_per_round_by_hand():
+    torch.testing.assert_close(decay_weights(3, 2.0), torch.tensor([1.0, math.exp(-0.5), math.exp(-1.0)]))
+    assert decay_weights(3, None).tolist() == [1, 1, 1]
+    acceptance = torch.tensor([[[0.5, 0.5, 1.0], [1.0, 0.8, 0.9], [0.9, 0.9, 0.9]]])
+    mask = torch.tensor([[[True, True, True], [True, False, False], [False, False, False]]])
+    # 1 + 1/2 + 1/4 + 1/4 = 2 and 1 + 1 = 2; the third block has no slot that counts.
+    assert expected_tokens_per_round(acceptance, mask).item() == pytest.approx(2.0)

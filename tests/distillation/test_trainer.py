@@ -1,0 +1,241 @@
+"""What is trained, what is logged, what is refused; and that a draft trained on a text predicts it in generate()."""
+
+import copy
+
+import pytest
+import torch
+from oracle import VOCAB, tiny_draft, tiny_target
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
+
+from hf_dspark import DSparkDraftModel, record_generation
+from hf_dspark.distillation.arguments import DistillationArguments
+from hf_dspark.distillation.blocks import block_hidden_states, make_blocks
+from hf_dspark.distillation.features import target_features
+from hf_dspark.distillation.losses import dspark_loss
+from hf_dspark.distillation.trainer import DSparkTrainer
+
+
+def rows(count: int = 8, num_tokens: int = 16, **columns) -> list[dict]:
+    generator = torch.Generator().manual_seed(0)
+    return [{"input_ids": torch.randint(VOCAB - 1, (num_tokens - i % 3,), generator=generator), **columns} for i in range(count)]
+
+
+def make_trainer(tmp_path, target=None, draft=None, dataset=None, eval_dataset=None, **options) -> DSparkTrainer:
+    target = target or tiny_target()
+    draft = draft or tiny_draft(target)
+    values = {"max_steps": 2, "per_device_train_batch_size": 4, "logging_steps": 1, "learning_rate": 1e-3, "warmup_steps": 0, "num_anchors": 4}
+    values |= {"target": "tiny", "output_dir": str(tmp_path), "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
+    args = DistillationArguments(**{**values, **options})
+    return DSparkTrainer(draft, target, args, train_dataset=rows() if dataset is None else dataset, eval_dataset=eval_dataset)
+
+
+def weights(draft) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in draft.named_parameters()}
+
+
+def test_the_draft_is_trained_and_nothing_of_the_target(tmp_path):
+    target, before = tiny_target(), None
+    draft = tiny_draft(target)
+    before, target_before = weights(draft), weights(target)
+    trainer = make_trainer(tmp_path, target, draft)
+    trainer.train()
+    held = {id(parameter) for group in trainer.optimizer.param_groups for parameter in group["params"]}
+    assert held == {id(parameter) for parameter in draft.parameters()}
+    assert all(not torch.equal(parameter, before[name]) for name, parameter in draft.named_parameters())
+    assert all(torch.equal(parameter, target_before[name]) for name, parameter in target.named_parameters())
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in target.parameters()) and not target.training
+
+
+def test_a_target_inside_the_trained_module_is_refused(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.target.requires_grad_(True)
+    trainer.model.add_module("target", trainer.target)
+    with pytest.raises(ValueError, match=r"the optimizer holds parameters of the target: \['model.embed_tokens.weight'"):
+        trainer.create_optimizer()
+
+
+def test_terms_are_logged_as_their_means(tmp_path):
+    target = tiny_target()
+    trainer = make_trainer(tmp_path, target, tiny_draft(target), max_steps=4, logging_steps=2)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logs) == 2
+    for entry in logs:
+        assert entry["loss"] == pytest.approx(0.1 * entry["ce"] + 0.9 * entry["l1"] + entry["confidence"], abs=1e-3)
+        assert 1 <= entry["tau"] <= 5 and 0 <= entry["l1"] <= 2
+    without = make_trainer(tmp_path, target, tiny_draft(target, enable_confidence_head=False), max_steps=1)
+    without.train()
+    assert "confidence" not in without.state.log_history[0] and "tau" in without.state.log_history[0]
+
+
+def test_evaluation_reports_loss_and_tau_and_repeats_itself(tmp_path):
+    trainer = make_trainer(tmp_path, eval_dataset=rows(6))
+    metrics = trainer.evaluate()
+    assert metrics["eval_loss"] == pytest.approx(0.1 * metrics["eval_ce"] + 0.9 * metrics["eval_l1"] + metrics["eval_confidence"], abs=1e-4)
+    assert 1 <= metrics["eval_tau"] <= 5
+    again = trainer.evaluate()
+    assert all(metrics[name] == again[name] for name in ("eval_loss", "eval_tau", "eval_ce"))
+    assert trainer.predict(rows(2)).predictions is None
+
+
+def test_given_anchors_and_the_loss_are_those_of_the_parts(tmp_path):
+    trainer = make_trainer(tmp_path, dataset=rows(2))
+    batch = trainer.data_collator(rows(2))
+    batch["anchors"] = torch.tensor([[0, 3, 9], [2, 5, -1]])
+    draft, ids = trainer.model, batch["input_ids"]
+    features = target_features(trainer.target, ids, batch["attention_mask"], draft.config.target_layer_ids)
+    blocks = make_blocks(ids, batch["loss_mask"], batch["anchors"], draft.config.block_size, draft.config.mask_token_id)
+    expected = dspark_loss(draft, block_hidden_states(draft, features.hidden_states, blocks), features.last_hidden, blocks, trainer.args.loss_weights)
+    assert trainer.compute_loss(draft, batch).item() == expected.total.item()
+
+
+def test_accumulation_averages_the_loss_and_the_gradient(tmp_path):
+    target = tiny_target()
+    draft = tiny_draft(target)
+    same = [rows(1, 6)[0]] * 8  # all anchors of the row are drawn, so every batch is the same
+    results = []
+    for accumulation in (1, 4):
+        trained = copy.deepcopy(draft)
+        options = {"max_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulation, "num_anchors": 16}
+        trainer = make_trainer(tmp_path, target, trained, dataset=same, **options)
+        trainer.train()
+        results.append((trainer.state.log_history[0]["loss"], trainer.state.log_history[0]["grad_norm"]))
+    assert results[0] == pytest.approx(results[1], rel=1e-4)
+
+
+def test_a_run_repeats_itself_and_the_seed_matters(tmp_path):
+    target = tiny_target()
+    draft = tiny_draft(target)
+    runs = []
+    for seed in (0, 0, 1):
+        trained = copy.deepcopy(draft)
+        make_trainer(tmp_path, target, trained, seed=seed).train()
+        runs.append(weights(trained))
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+    assert not all(torch.equal(runs[0][name], runs[2][name]) for name in runs[0])
+
+
+def test_a_resumed_run_equals_an_unbroken_one(tmp_path):
+    target = tiny_target()
+    draft = tiny_draft(target)
+    whole, broken = copy.deepcopy(draft), copy.deepcopy(draft)
+    options = {"max_steps": 4, "lr_scheduler_type": "constant", "save_strategy": "steps", "save_steps": 2}
+    make_trainer(tmp_path / "whole", target, whole, **options).train()
+    make_trainer(tmp_path / "broken", target, broken, **{**options, "max_steps": 2}).train()
+    resumed = copy.deepcopy(draft)
+    make_trainer(tmp_path / "broken", target, resumed, **options).train(resume_from_checkpoint=True)
+    expected = weights(whole)
+    assert all(torch.equal(parameter, expected[name]) for name, parameter in resumed.named_parameters())
+
+
+def test_checkpoints_hold_a_slim_draft_that_loads(tmp_path):
+    trainer = make_trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    trainer.train()
+    saved = load_file(tmp_path / "checkpoint-1" / "model.safetensors")
+    assert saved.keys() == trainer.model.state_dict().keys()
+    loaded = DSparkDraftModel.from_pretrained(tmp_path / "checkpoint-1")
+    assert all(torch.equal(parameter, dict(loaded.named_parameters())[name]) for name, parameter in trainer.model.named_parameters())
+    assert loaded.config.use_cache
+
+
+def test_masks_without_an_anchor_are_refused_in_the_first_batch(tmp_path):
+    alternating = torch.tensor([1, 0] * 8)
+    dataset = [{"input_ids": row["input_ids"], "loss_mask": alternating[: len(row["input_ids"])]} for row in rows()]
+    with pytest.raises(ValueError, match=r"the first batch, of shape \(4, 16\), has no anchor"):
+        make_trainer(tmp_path, dataset=dataset).train()
+
+
+def test_a_later_batch_without_an_anchor_costs_nothing(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.compute_loss(trainer.model, trainer.data_collator(rows(2)))
+    empty = trainer.data_collator(rows(2))
+    empty["loss_mask"].zero_()
+    loss = trainer.compute_loss(trainer.model, empty)
+    loss.backward()
+    assert loss.item() == 0
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in trainer.model.parameters())
+
+
+def test_a_target_with_unknown_logits_is_refused(tmp_path):
+    target = tiny_target()
+    forward = target.forward
+
+    def scaled(*args, logits_to_keep=0, **kwargs):
+        outputs = forward(*args, logits_to_keep=logits_to_keep, **kwargs)
+        outputs.logits = outputs.logits * 3
+        return outputs
+
+    target.forward = scaled
+    with pytest.raises(ValueError, match="computes its logits in a way this library does not know"):
+        make_trainer(tmp_path, target).train()
+
+
+def test_a_draft_with_another_output_head_is_refused(tmp_path):
+    target = tiny_target()
+    draft = tiny_draft(target)
+    draft.stored_tables = {"lm_head.weight": torch.randn(VOCAB, 32)}
+    with pytest.raises(ValueError, match="an output head that differs from the target's"):
+        make_trainer(tmp_path, target, draft)
+
+
+def test_a_draft_of_another_target_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="num_target_layers is 4, the target has 6"):
+        make_trainer(tmp_path, tiny_target(num_hidden_layers=6), tiny_draft(tiny_target()))
+
+
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("confidence", [False, True])
+@pytest.mark.parametrize("with_markov", [False, True])
+def test_every_combination_of_heads_trains_or_is_refused_by_its_config(tmp_path, rank, confidence, with_markov):
+    target = tiny_target()
+    options = {"markov_rank": rank, "enable_confidence_head": confidence, "confidence_head_with_markov": with_markov}
+    if rank == 0 and confidence and with_markov:
+        with pytest.raises(ValueError, match="confidence_head_with_markov"):
+            tiny_draft(target, **options)
+        return
+    draft = tiny_draft(target, **options)
+    before = weights(draft)
+    make_trainer(tmp_path, target, draft, max_steps=2).train()
+    assert all(not torch.equal(parameter, before[name]) for name, parameter in draft.named_parameters())
+
+
+@pytest.mark.parametrize("options", [{"bf16": True}, {"activation_checkpointing": True}], ids=str)
+def test_mixed_precision_and_checkpointing_train_fp32_weights(tmp_path, options):
+    target = tiny_target().to(torch.bfloat16) if "bf16" in options else tiny_target()
+    draft = tiny_draft(target)
+    before = weights(draft)
+    make_trainer(tmp_path, target, draft, **options).train()
+    assert all(parameter.dtype == torch.float32 for parameter in draft.parameters())
+    assert all(torch.isfinite(parameter).all() and not torch.equal(parameter, before[name]) for name, parameter in draft.named_parameters())
+
+
+def test_an_adapter_trains_alone(tmp_path):
+    target = tiny_target()
+    draft = get_peft_model(tiny_draft(target), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    before = weights(draft)
+    make_trainer(tmp_path, target, draft, max_steps=3).train()
+    changed = {name for name, parameter in draft.named_parameters() if not torch.equal(parameter, before[name])}
+    assert changed and all("lora_" in name for name in changed)
+
+
+def test_a_draft_trained_on_a_text_predicts_it_in_generate(tmp_path):
+    target = tiny_target(seed=3)
+    prompt = torch.tensor([[7, 3, 11, 5]])
+    plain = target.generate(prompt, max_new_tokens=40, do_sample=False)
+    draft = tiny_draft(target, initializer_range=0.05)
+
+    def tokens_per_round() -> float:
+        with record_generation() as report:
+            assert torch.equal(target.generate(prompt, assistant_model=draft, max_new_tokens=40, do_sample=False), plain)
+        return report.tokens_per_round
+
+    before = tokens_per_round()
+    trainer = make_trainer(
+        tmp_path, target, draft, dataset=[{"input_ids": plain[0]}], max_steps=60, per_device_train_batch_size=1, learning_rate=1e-2, num_anchors=64
+    )
+    trainer.train()
+    draft.eval()
+    # Block 4: five tokens a round at best; the last round is cut by the budget.
+    assert before < 1.8
+    assert tokens_per_round() > 3.9
