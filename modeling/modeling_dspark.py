@@ -216,7 +216,8 @@ class DSparkDraftModel(PreTrainedModel):
         """Reads DeepSpec's layout, with or without copies of the target's tables; arguments as in transformers.
 
         Raises:
-            ValueError: another format (named), a damaged file, a missing, extra or misshapen tensor, a config that can't work.
+            ValueError: another format (named), a damaged file, a missing, extra or misshapen tensor, a d2t that names no increasing ids
+                of the target's vocabulary, a config that can't work.
             OSError: there is no such folder, repository or file.
         """
         checkpoint = read_checkpoint(cls, pretrained_model_name_or_path, kwargs)
@@ -235,7 +236,8 @@ class DSparkDraftModel(PreTrainedModel):
                 Copies that came with the checkpoint are kept while no target has been seen that computes the same.
 
         Raises:
-            ValueError: slim=False and a table of the target can't be read (unbound, quantised, or no plain weight).
+            ValueError: slim=False and a table of the target can't be read (unbound, quantised, or no plain weight), or push_to_hub=True
+                with slim=False.
         """
         hub_options = {name: kwargs.pop(name) for name in _PUSH_OPTIONS if name in kwargs}
         if push_to_hub and not slim:

@@ -13,7 +13,7 @@ from oracle import tiny_draft, tiny_target
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from hf_dspark import DSparkDraftModel
+from hf_dspark import DSparkDraftModel, record_generation
 
 PROMPT = torch.tensor([[3, 14, 15, 9, 26]])
 
@@ -75,6 +75,17 @@ def test_another_dtype_at_loading(folder):
     draft = DSparkDraftModel.from_pretrained(folder, dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in draft.parameters()} == {torch.bfloat16}
     assert draft.rotary_emb.inv_freq.dtype == torch.float32
+
+
+def test_a_generation_config_of_the_targets_kind_is_no_obstacle(target, folder):
+    """As it lies in folders that were copied from a target's."""
+    values = {"bos_token_id": 1, "do_sample": True, "eos_token_id": [1, 2], "temperature": 0.6, "top_k": 20, "transformers_version": "4.51.0"}
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    draft = DSparkDraftModel.from_pretrained(folder)
+    assert draft.generation_config.num_assistant_tokens is None
+    with record_generation() as report:
+        target.generate(PROMPT, assistant_model=draft, max_new_tokens=8, do_sample=False)
+    assert report.requests[0].draft_failure is None and max(round_.drafted for round_ in report.rounds) == 4
 
 
 def test_a_draft_placed_by_a_device_map_decodes(target, folder):

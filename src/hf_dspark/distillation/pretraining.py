@@ -24,6 +24,8 @@ class PretrainArguments(TrainingArguments):
     num_attention_heads: int = field(default=6, metadata={"help": "Query heads of a layer."})
     num_key_value_heads: int = field(default=2, metadata={"help": "Key and value heads of a layer."})
     head_dim: int = field(default=32, metadata={"help": "Width of a head."})
+    # The Trainer writes this into the model's config.
+    use_cache: bool = field(default=True, metadata={"help": "Written into the model's config; training uses no cache."})
     max_position_embeddings: int = field(default=1024, metadata={"help": "Longest context the config declares."})
     sequence_length: int = field(default=512, metadata={"help": "Tokens of a training row."})
     num_held_out: int = field(default=96, metadata={"help": "Modules of the corpus kept out of training, for measurements."})

@@ -60,7 +60,7 @@ class DSparkTrainer(Trainer):
         model.bind(target)
         if model.tables.own_head is not None:
             raise ValueError(
-                "this draft came with an output head that differs from the target's, and would be taught by its own head; "
+                "this draft came with an output head (lm_head.weight) that differs from the target's, and would be taught by its own head; "
                 "train it for the target it was made for, or save it without its tables first"
             )
         self._train_terms, self._eval_terms = TermAverages(), TermAverages()

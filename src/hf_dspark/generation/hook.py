@@ -137,7 +137,7 @@ def refuse_unsupported(target: PreTrainedModel, draft: DSparkDraftModel, generat
     layer_types = getattr(target.config.get_text_config(), "layer_types", None) or []
     cache_kind = generation_config.cache_implementation
     if cache_kind not in (None, "dynamic", "offloaded", "quantized") and "sliding_attention" in layer_types:
-        raise ValueError(f"cache_implementation={cache_kind!r}: a static cache with sliding-window layers can't be rolled back; leave it at its default")
+        raise ValueError(f"cache_implementation={cache_kind!r} can't be rolled back: a static cache with sliding-window layers; leave it unset")
     stop_ids = generation_config.eos_token_id if isinstance(generation_config.eos_token_id, list) else [generation_config.eos_token_id]
     if draft.config.mask_token_id in stop_ids:
         raise ValueError(f"the draft's mask_token_id {draft.config.mask_token_id} is a stop token of this call (eos_token_id={stop_ids})")
