@@ -63,9 +63,9 @@ def _evaluate(arguments) -> int:
 def _verify(arguments) -> int:
     from hf_dspark.evaluation.lossless import verify
     from hf_dspark.evaluation.output import write_json
-    from hf_dspark.evaluation.pairs import encode, read_prompts
+    from hf_dspark.evaluation.pairs import DEFAULT_PROMPTS, encode, read_prompts
 
-    texts = [*arguments.prompt, *(read_prompts(arguments.prompts) if arguments.prompts else [])] or _VERIFY_PROMPTS
+    texts = [*arguments.prompt, *(read_prompts(arguments.prompts) if arguments.prompts else [])] or DEFAULT_PROMPTS
     pair = _load(arguments)
     prompts = [encode(pair, text, arguments.raw) for text in texts]
     lengths = [prompt.shape[1] for prompt in prompts]
@@ -194,14 +194,6 @@ def _set_threads(num_threads: int) -> None:
     if num_threads < 1:
         raise ValueError(f"threads must be at least 1, got {num_threads}")
     torch.set_num_threads(num_threads)
-
-
-_VERIFY_PROMPTS = [
-    "def fibonacci(n):\n",
-    "The three largest cities of Japan are",
-    "Q: A shop sells 12 apples for 3 dollars. How much are 20 apples?\nA:",
-    "import os\n\n\nclass Cache:\n    def __init__(self, size):\n        self.size = size\n",
-]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -41,7 +41,8 @@ def read_recipe(argument_class: type, path: str, overrides: list[str] = ()):
     for name, value in values.items():
         if name not in names:
             raise ValueError(_unknown(str(name), f"in {path}", names))
-        values[name] = _number(name, value, actions[name].type, path)
+        kind, is_list = actions[name].type, actions[name].nargs in ("+", "*") and isinstance(value, list)
+        values[name] = [_number(name, entry, kind, path) for entry in value] if is_list else _number(name, value, kind, path)
     values |= vars(flags)
     required = [field.name for field in fields(argument_class) if field.init and field.default is MISSING and field.default_factory is MISSING]
     if missing := [name for name in required if name not in values]:

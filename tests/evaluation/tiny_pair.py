@@ -40,7 +40,7 @@ class LetterTokenizer:
 
 def letter_pair(**draft_options) -> Pair:
     """A pair over eight tokens, whose laws are broad enough to test with few samples and whose draft is often wrong."""
-    target = tiny_target(vocab_size=8, initializer_range=0.3)
-    draft = tiny_draft(target, initializer_range=0.3, **draft_options)
+    target = tiny_target(vocab_size=8, initializer_range=0.1, num_hidden_layers=2)
+    draft = tiny_draft(target, initializer_range=0.1, num_hidden_layers=1, target_layer_ids=[0], **draft_options)
     draft.markov_head.markov_w2.weight.data.normal_(std=1.0)
     return Pair(target, draft.bind(target), LetterTokenizer(), "letters", "letters-draft")

@@ -1,8 +1,6 @@
 """Drafting: the reference implementation's values, the best-of path for large vocabularies, thresholds, failures of the draft."""
 
 import json
-import logging
-import random
 
 import pytest
 import torch
@@ -13,13 +11,13 @@ from oracle import (
     compare_greedy,
     kinds_of_acceptance,
     largest_difference,
-    right_with_probability,
     tiny_draft,
     tiny_target,
     walk_every_outcome,
 )
+from reference import naive_draft
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList, set_seed
+from transformers import AutoModelForCausalLM, set_seed
 
 from hf_dspark import DSparkDraftModel, record_generation
 from hf_dspark.generation import candidates
@@ -132,6 +130,45 @@ def test_sampled_tokens_per_round(reference, threshold, runs):
     tau = (tokens.sum() / rounds.sum()).item()
     deviation = (tokens - tau * rounds).std().item() / rounds.mean().item()
     assert abs(tau - sampled[threshold]["tokens_per_round"]) < 4 * deviation * (1 / len(tokens) + 1 / 60) ** 0.5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(markov_head_type="vanilla"),
+        dict(markov_head_type="gated"),
+        dict(markov_head_type="rnn"),
+        dict(confidence_head_with_markov=False),
+        dict(enable_confidence_head=False),
+        dict(draft_vocab_size=20),
+    ],
+    ids=str,
+)
+def test_every_round_drafts_what_the_naive_version_drafts_from_the_text_alone(monkeypatch, options):
+    """Features that are appended round by round, cached keys and values, true positions: none of it shows in the drafts."""
+    target = tiny_target()
+    draft = talkative(tiny_draft(target, num_key_value_heads=1, **options))
+    if draft.config.draft_vocab_size is not None:
+        draft.d2t.copy_(torch.arange(20) * 2 + 3)  # the target's tokens 3, 6, 9, ..., 60
+    rounds = []
+    propose = DSparkCandidateGenerator.propose
+
+    def noting(self, input_ids, max_tokens):
+        proposal = propose(self, input_ids, max_tokens)
+        rounds.append((input_ids[0].tolist(), proposal))
+        return proposal
+
+    monkeypatch.setattr(DSparkCandidateGenerator, "propose", noting)
+    padded, mask = torch.cat([torch.zeros(1, 2, dtype=torch.long), PROMPT], dim=1), torch.tensor([[0, 0, 1, 1, 1, 1]])
+    for num_padded, inputs in ((0, dict(input_ids=PROMPT)), (2, dict(input_ids=padded, attention_mask=mask))):
+        rounds.clear()
+        with record_generation():  # asks for the confidences
+            target.generate(**inputs, do_sample=False, max_new_tokens=14, assistant_model=draft)
+        assert len(rounds) > 3
+        for text, proposal in rounds:
+            ids, confidence, _ = naive_draft(draft, target, text[num_padded:])
+            assert proposal.ids == ids[: len(proposal.ids)]
+            assert proposal.confidence == (None if confidence is None else pytest.approx(confidence[: len(proposal.ids)], abs=1e-4))
 
 
 @pytest.fixture

@@ -233,7 +233,7 @@ class Collector(BaseStreamer):
 
     def put(self, value):
         assert self.ends == 0
-        self.puts.append(value.flatten().tolist())
+        self.puts.append(value.tolist())
 
     def end(self):
         self.ends += 1
@@ -250,7 +250,7 @@ def test_streamer_receives_every_token_once_in_order(target, draft, stop):
 
     result = compare_greedy(target, draft, fresh, input_ids=PROMPT, max_new_tokens=30, eos_token_id=[text[7]] if stop else None, pad_token_id=0)
     plain, drafted = streamers
-    assert drafted.puts == plain.puts == [PROMPT[0].tolist()] + [[token] for token in result.new_tokens]
+    assert drafted.puts == plain.puts == [PROMPT.tolist()] + [[token] for token in result.new_tokens]
     assert drafted.ends == plain.ends == 1
 
 

@@ -8,6 +8,7 @@ import torch
 from oracle import ScriptedDraft, right_with_probability, tiny_draft, tiny_target
 
 from hf_dspark import record_generation
+from hf_dspark.generation.state import DraftState
 
 PROMPT = torch.tensor([[5, 9, 3, 17]])
 NUM_TOKENS = 8
@@ -106,22 +107,37 @@ def test_a_thousand_faults_in_random_rounds(target, draft, caplog):
     chance = random.Random(0)
     prompts = [torch.tensor([[chance.randrange(60) for _ in range(4)]]) for _ in range(10)]
     texts = [text_after(target, prompt) for prompt in prompts]
-    num_happened = num_warnings = 0
-    for _ in range(1000):
+    num_happened = 0
+    while num_happened < 1000:
         index = chance.randrange(len(prompts))
         draft.script = right_with_probability(prompts[index][0].tolist() + texts[index], 0.5, seed=chance.random())
+        caplog.clear()
         with pytest.MonkeyPatch.context() as monkeypatch, record_generation() as report, caplog.at_level(logging.WARNING, "hf_dspark"):
-            fault = FaultyOnce(monkeypatch, draft, *chance.choice(list(FAULTS.values())), chance.randrange(4))
-            caplog.clear()
-            num_tokens = chance.randrange(2, NUM_TOKENS + 1)
-            ids = target.generate(prompts[index], do_sample=False, max_new_tokens=num_tokens, assistant_model=draft)
-        assert ids[0, 4:].tolist() == texts[index][:num_tokens]
+            fault = FaultyOnce(monkeypatch, draft, *chance.choice(list(FAULTS.values())), chance.randrange(3))
+            ids = target.generate(prompts[index], do_sample=False, max_new_tokens=NUM_TOKENS, assistant_model=draft)
+        assert ids[0, 4:].tolist() == texts[index]
         (request,) = report.requests
-        assert request.new_tokens == num_tokens
-        num_happened += request.draft_failure is not None
-        num_warnings += len(caplog.records)
+        assert request.new_tokens == NUM_TOKENS and len(caplog.records) == (request.draft_failure is not None)
+        num_happened += fault.happened
         draft.drafted.clear()
-    assert num_happened == num_warnings > 300
+
+
+@pytest.mark.parametrize("name", ["append", "take_pending", "truncate"])
+def test_a_fault_in_the_drafts_own_bookkeeping(target, draft, monkeypatch, name, caplog):
+    """Keeping features takes memory too."""
+
+    def failing(self, *args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    options = dict(do_sample=False, max_new_tokens=NUM_TOKENS, return_dict_in_generate=True)
+    first = target.generate(PROMPT, assistant_model=draft, **options)
+    ids = torch.cat([first.sequences, torch.tensor([[8, 30, 2]])], dim=1)
+    plain = target.generate(ids, **options)
+    monkeypatch.setattr(DraftState, name, failing)
+    with record_generation() as report, caplog.at_level(logging.WARNING, "hf_dspark"):
+        second = target.generate(ids, cache=first.cache, assistant_model=draft, **options)
+    assert second.sequences.tolist() == plain.sequences.tolist()
+    assert "out of memory" in report.requests[-1].draft_failure and len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("kind", FAULTS)

@@ -20,7 +20,8 @@ from oracle import (
     tiny_draft,
     tiny_target,
 )
-from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, StaticCache
+from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig, Lfm2Config, Lfm2ForCausalLM, StaticCache
+from transformers.generation.streamers import BaseStreamer
 
 from hf_dspark import record_generation
 from hf_dspark.generation.candidates import DSparkCandidateGenerator
@@ -59,6 +60,14 @@ def gemma3():
     )
 
 
+def lfm2():
+    values = dict(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2)
+    stops = dict(eos_token_id=None, pad_token_id=None, bos_token_id=None, tie_word_embeddings=False)
+    return build(
+        Lfm2ForCausalLM, Lfm2Config(**values, **stops, layer_types=["conv", "full_attention"] * 2, block_multiple_of=8, initializer_range=0.4)
+    )
+
+
 @pytest.fixture
 def proposals(monkeypatch):
     """Every proposal's ids and confidences from here on; cleared by the test between calls."""
@@ -94,7 +103,7 @@ def next_turn(outputs, turn: int) -> torch.Tensor:
     return torch.cat([outputs.sequences, USER_TURNS[turn]], dim=1)
 
 
-@pytest.mark.parametrize("make_target", [tiny_target, gemma3], ids=["qwen3", "gemma3"])
+@pytest.mark.parametrize("make_target", [tiny_target, gemma3, lfm2], ids=["qwen3", "gemma3", "lfm2"])
 def test_a_turn_on_a_reused_cache_equals_plain_and_drafts_as_a_cold_start(make_target, proposals, monkeypatch):
     target = make_target()
     draft = talkative(tiny_draft(target))
@@ -183,7 +192,7 @@ def test_the_text_goes_on_without_new_tokens(target, draft, proposals):
     assert same_proposals(reused, proposals)
 
 
-@pytest.mark.parametrize("make_target", [tiny_target, gemma3], ids=["qwen3", "gemma3"])
+@pytest.mark.parametrize("make_target", [tiny_target, gemma3, lfm2], ids=["qwen3", "gemma3", "lfm2"])
 def test_a_foreign_cache_is_lossless_at_true_positions_and_said_to_be_missing(make_target):
     target = make_target()
     draft = tiny_draft(target, ScriptedDraft)
@@ -301,6 +310,41 @@ def test_a_kept_cache_keeps_no_draft_alive(target):
     plain, _ = run(target, next_turn(outputs, 0))
     ours, _ = run(target, next_turn(outputs, 0), cache=outputs.cache, draft=tiny_draft(target))
     assert ours.sequences.tolist() == plain.sequences.tolist()
+
+
+class Leaving(BaseStreamer):
+    """A client that goes away at the `count`-th put (the first one is the prompt)."""
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def put(self, value):
+        self.count -= 1
+        if self.count == 0:
+            raise ConnectionError
+
+    def end(self):
+        pass
+
+
+@pytest.mark.parametrize("make_target", [tiny_target, gemma3, lfm2], ids=["qwen3", "gemma3", "lfm2"])
+@pytest.mark.parametrize("count", range(2, 9))
+def test_an_interrupted_request_leaves_the_cache_as_plain_does(make_target, count):
+    target = make_target()
+    draft = tiny_draft(target, ScriptedDraft)
+    text = target.generate(FIRST_TURN, do_sample=False, max_new_tokens=20)
+    draft.script = right_for(text[0].tolist(), 4)
+    caches = []
+    for assistant in (None, draft):
+        caches.append(DynamicCache(config=target.config))
+        with pytest.raises(ConnectionError):
+            run(target, FIRST_TURN, cache=caches[-1], draft=assistant, streamer=Leaving(count), max_new_tokens=20)
+    plain, ours = caches
+    assert ours.get_seq_length() == plain.get_seq_length()
+    assert all(getattr(layer, "record_past", False) is False for layer in ours.layers)
+    written = text[:, : plain.get_seq_length() + 1]
+    continued, _ = run(target, written, cache=ours, draft=draft, max_new_tokens=8)
+    assert continued.sequences.tolist() == target.generate(written, do_sample=False, max_new_tokens=8).tolist()
 
 
 def hidden_states(tokens: int) -> list[torch.Tensor]:

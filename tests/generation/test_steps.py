@@ -1,6 +1,7 @@
 """How a step runs the target: kinds of targets and of caches, each equal to plain generate()."""
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial, wraps
 
 import pytest
@@ -18,6 +19,8 @@ from oracle import (
     tiny_target,
 )
 from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
     CohereConfig,
     CohereForCausalLM,
     DynamicCache,
@@ -29,14 +32,20 @@ from transformers import (
     GPT2LMHeadModel,
     GPTNeoXConfig,
     GPTNeoXForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     GraniteConfig,
     GraniteForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    OpenAIGPTConfig,
+    OpenAIGPTLMHeadModel,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -44,6 +53,7 @@ from transformers import (
     StaticCache,
 )
 
+from hf_dspark import record_generation
 from hf_dspark.generation import steps
 
 PROMPT = torch.tensor([[5, 9, 3, 17, 22, 8, 40, 2, 11, 6, 31]])
@@ -98,6 +108,17 @@ TARGETS = {
     "granite": (
         GraniteForCausalLM,
         GraniteConfig(**COMMON, logits_scaling=8.0, embedding_multiplier=12.0, residual_multiplier=0.5, tie_word_embeddings=True),
+    ),
+    "lfm2": (Lfm2ForCausalLM, Lfm2Config(**COMMON, layer_types=["conv", "full_attention"] * 2, block_multiple_of=8, tie_word_embeddings=False)),
+    "gpt-oss": (
+        GptOssForCausalLM,
+        GptOssConfig(**COMMON, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=6, tie_word_embeddings=False),
+    ),
+    "bloom": (
+        BloomForCausalLM,
+        BloomConfig(
+            vocab_size=VOCAB, hidden_size=32, n_layer=4, n_head=4, initializer_range=0.3, eos_token_id=None, bos_token_id=None, pad_token_id=None
+        ),
     ),
     "cohere": (CohereForCausalLM, CohereConfig(**COMMON, logit_scale=0.0625, tie_word_embeddings=True)),
 }
@@ -207,6 +228,79 @@ def test_verify_runs_the_anchor_and_the_drafts():
     assert model_kwargs["position_ids"].shape[1] == 12  # what the caller holds stays as it was
     steps.rollback(cache, 2)
     assert cache.get_seq_length() == 12
+
+
+def test_a_target_without_a_cache_is_refused():
+    target = build(OpenAIGPTLMHeadModel, OpenAIGPTConfig(vocab_size=VOCAB, n_embd=32, n_layer=4, n_head=4))
+    with pytest.raises(ValueError, match="needs a cache"):
+        target.generate(PROMPT, do_sample=False, max_new_tokens=8, assistant_model=tiny_draft(target))
+
+
+def test_token_types_and_positions_given_by_the_user():
+    target = target_of_kind("gpt2")
+    draft = tiny_draft(target, ScriptedDraft)
+    types = torch.tensor([[1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 4]])
+    for inputs in (
+        dict(token_type_ids=types),
+        dict(position_ids=torch.arange(11)[None] + 7),
+        dict(token_type_ids=types, position_ids=torch.arange(11)[None]),
+    ):
+        result = compare_greedy(target, draft, input_ids=PROMPT, max_new_tokens=40, **inputs)
+        assert kinds_of_acceptance(result.report) == ALL_KINDS
+
+
+class Opaque(torch.nn.Module):
+    """A quantised module, as seen from outside: it computes, and has no weight to read."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    @property
+    def weight(self):
+        raise RuntimeError("packed in four bits")
+
+    def forward(self, *args):
+        return self.module(*args)
+
+
+def test_tables_that_can_only_be_called():
+    target = tiny_target()
+    target.lm_head = Opaque(target.lm_head)
+    target.model.embed_tokens = Opaque(target.model.embed_tokens)
+    result = compare_greedy(target, tiny_draft(target, ScriptedDraft), input_ids=PROMPT, max_new_tokens=40)
+    assert kinds_of_acceptance(result.report) == ALL_KINDS
+    assert result.report.requests[-1].draft_failure is None
+
+
+@pytest.mark.parametrize(
+    "target_dtype, draft_dtype", [(torch.float32, torch.bfloat16), (torch.float64, torch.float32), (torch.float32, torch.float64)], ids=str
+)
+def test_a_draft_of_another_dtype(target_dtype, draft_dtype):
+    target = tiny_target().to(target_dtype)
+    draft = tiny_draft(target, ScriptedDraft).to(draft_dtype)
+    result = compare_greedy(target, draft, input_ids=PROMPT, max_new_tokens=40)
+    assert kinds_of_acceptance(result.report) == ALL_KINDS and result.report.requests[-1].draft_failure is None
+    torch.manual_seed(0)
+    target.generate(PROMPT, do_sample=True, max_new_tokens=20, assistant_model=draft)
+
+
+def test_threads_share_one_target_and_one_draft():
+    target = tiny_target()
+    draft = tiny_draft(target)
+    torch.nn.init.normal_(draft.markov_head.markov_w2.weight)
+    prompts = [PROMPT[:, :length] for length in range(2, 8)]
+    options = dict(do_sample=False, max_new_tokens=25)
+    expected = [target.generate(prompt, **options).tolist() for prompt in prompts]
+
+    def drafted(prompt):
+        with record_generation() as report:
+            return target.generate(prompt, assistant_model=draft, **options).tolist(), [(r.drafted, r.accepted) for r in report.rounds]
+
+    alone = [drafted(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(max_workers=3) as pool:
+        together = list(pool.map(drafted, prompts))
+    assert together == alone and [ids for ids, _ in together] == expected
 
 
 def test_a_target_of_which_the_hidden_states_are_missing_is_named(monkeypatch, caplog):

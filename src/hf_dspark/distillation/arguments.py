@@ -36,6 +36,9 @@ class DistillationArguments(TrainingArguments):
     init_draft: str | None = field(
         default=None, metadata={"help": "Go on training this draft, a folder or a Hub id; its own config decides its shape."}
     )
+    warm_start: bool = field(
+        default=False, metadata={"help": "Start from copies of the target's last layers and norms, where their names and shapes are the draft's."}
+    )
     block_size: int = field(default=7, metadata={"help": "B, tokens drafted a round."})
     num_draft_layers: int = field(default=5, metadata={"help": "Layers of the draft."})
     intermediate_size: int | None = field(default=None, metadata={"help": "Width of the draft's feed-forward layers. None: the target's."})

@@ -30,6 +30,8 @@ def distill(args: DistillationArguments) -> Path:
     train_rows, eval_rows = load_rows(args, tokenizer)
     if args.init_draft is None:
         draft = new_draft(draft_config(target, tokenizer, args), target, train_rows)
+        if args.warm_start:
+            copy_last_layers(draft, target)
     else:
         draft = DSparkDraftModel.from_pretrained(args.init_draft, dtype=torch.float32)
         if args.max_length < draft.config.block_size + 2:
@@ -110,6 +112,28 @@ def new_draft(config: DSparkConfig, target: PreTrainedModel, rows: Dataset) -> D
             unit_rows = torch.eye(config.hidden_size, dtype=target.dtype, device=target.device)
             draft.lm_head.weight.copy_(target.get_output_embeddings()(unit_rows).T[kept.to(target.device)])
     return draft
+
+
+@torch.no_grad()
+def copy_last_layers(draft: DSparkDraftModel, target: PreTrainedModel) -> list[str]:
+    """Copies the target's last layers into the draft's, its final norm, and the norm before the first of those layers into the norm of
+    the context features, which start as the last captured layer's output. Returns the names of the tensors copied.
+
+    Raises:
+        ValueError: no tensor of the target's layers has the name and shape of one of the draft's.
+    """
+    source, hidden = target.get_decoder().state_dict(), draft.config.hidden_size
+    num_layers, first = draft.config.num_hidden_layers, draft.config.num_target_layers - draft.config.num_hidden_layers
+    wanted = {name: name.replace(f"layers.{i}.", f"layers.{first + i}.", 1) for i in range(num_layers) for name in draft.state_dict() if f"layers.{i}." in name}
+    wanted |= {"norm.weight": "norm.weight", "hidden_norm.weight": f"layers.{first}.input_layernorm.weight"}
+    own = draft.state_dict()
+    copied = [name for name, theirs in wanted.items() if theirs in source and source[theirs].shape == own[name].shape]
+    if not any(name.startswith("layers.") for name in copied):
+        raise ValueError(f"warm_start=True: no tensor of the last {num_layers} layers of {type(target).__name__} has the name and shape of the draft's")
+    for name in copied:
+        own[name].copy_(source[wanted[name]])
+    own["fc.weight"][:, -hidden:] += torch.eye(hidden)
+    return copied
 
 
 def _rope_parameters(config) -> dict:

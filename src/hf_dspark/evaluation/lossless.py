@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_dspark.evaluation.output import progress
-from hf_dspark.evaluation.sampling_law import SamplingCheck, check_sampling
+from hf_dspark.evaluation.sampling_law import SamplingCheck, check_sampling, stop_tokens
 from hf_dspark.generation.report import GenerationReport, RequestRecord, record_generation
 from hf_dspark.modeling import DSparkDraftModel
 
@@ -93,12 +93,6 @@ def _write(target: PreTrainedModel, prompt: torch.Tensor, max_new_tokens: int, d
         return Text(target.generate(input_ids=prompt, **options)[0, prompt.shape[1] :].tolist())
     output = target.generate(input_ids=prompt, return_dict_in_generate=True, output_scores=True, output_logits=True, **options)
     return Text(output.sequences[0, prompt.shape[1] :].tolist(), output.scores, output.logits, int(output.cache.get_seq_length()))
-
-
-def stop_tokens(target: PreTrainedModel) -> list[int]:
-    """The stop tokens of the target's generation config, as a list."""
-    stop = target.generation_config.eos_token_id
-    return stop if isinstance(stop, list) else [] if stop is None else [stop]
 
 
 @dataclass(slots=True)
@@ -201,15 +195,16 @@ def _check_endings(target, draft, prompts: list[torch.Tensor], drafted: list[Tex
     """Stop tokens and budgets that end a text inside a block of accepted drafts."""
     tried, inside, problem = 0, 0, None
     for number, (prompt, text, request) in enumerate(progress(list(zip(prompts, drafted, report.requests)), "endings"), 1):
-        places = _places_inside_blocks(request)
-        first_seen = [index for index in range(1, len(text.ids)) if text.ids.index(text.ids[index]) == index]
-        stops = [index for index in first_seen if index in places] or first_seen
-        endings = [(max_new_tokens, text.ids[index], index in places) for index in _spread(stops)]
-        endings += [(index + 1, None, True) for index in _spread(sorted(places))]
-        for budget, stop_id, is_inside in endings:
-            expected = _write(target, prompt, budget, stop_id=stop_id)
-            found = first_difference(expected, _write(target, prompt, budget, draft, watched=False, stop_id=stop_id).ids, target.dtype)
-            tried, inside = tried + 1, inside + is_inside
+        stops, budgets = _stops_inside_blocks(text.ids, request), _budgets_inside_blocks(request)
+        inside += len(_spread(stops)) + len(_spread(budgets))
+        endings = [(anchor, max_new_tokens, stop_id) for anchor, stop_id in _spread(stops or _stops_anywhere(text.ids))]
+        endings += [(0, budget, None) for budget in _spread(budgets)]
+        for num_written, budget, stop_id in endings:
+            # A text that goes on from the block's anchor drafts the same block, and holds no earlier copy of the stop token.
+            start = torch.cat([prompt, prompt.new_tensor([text.ids[:num_written]])], dim=1)
+            expected = _write(target, start, budget, stop_id=stop_id)
+            found = first_difference(expected, _write(target, start, budget, draft, watched=False, stop_id=stop_id).ids, target.dtype)
+            tried += 1
             if found is not None and not found.excused:
                 what = f"max_new_tokens={budget}" if stop_id is None else f"stop token {show(stop_id)!r} ({stop_id})"
                 problem = problem or f"prompt {number}, {what}: {found.words(show)}"
@@ -217,15 +212,28 @@ def _check_endings(target, draft, prompts: list[torch.Tensor], drafted: list[Tex
     return Check("endings", problem is None, words, {"texts": tried, "inside_a_block": inside})
 
 
-def _places_inside_blocks(request: RequestRecord) -> set[int]:
-    """Indices of new tokens that were followed by another one of the same round."""
-    places, start = set(), 1
+def _stops_inside_blocks(ids: list[int], request: RequestRecord) -> list[tuple[int, int]]:
+    """(index of a round's anchor, token) where the token is followed by another one of that round and is new since the anchor."""
+    stops, start = [], 1
     for round_ in request.rounds:
-        places.update(range(start, start + round_.tokens - 1))
+        stops += [(start - 1, ids[index]) for index in range(start, start + round_.tokens - 1) if ids[index] not in ids[start - 1 : index]]
         start += round_.tokens
-    return places
+    return stops
 
 
-def _spread(indices: list[int], count: int = 2) -> list[int]:
-    """At most `count` of `indices`, from the first and the last third."""
-    return indices if len(indices) <= count else [indices[len(indices) // 6], indices[-1 - len(indices) // 6]]
+def _stops_anywhere(ids: list[int]) -> list[tuple[int, int]]:
+    return [(0, token) for index, token in enumerate(ids) if index and token not in ids[:index]]
+
+
+def _budgets_inside_blocks(request: RequestRecord) -> list[int]:
+    """Numbers of new tokens after which another one of the same round followed."""
+    budgets, start = [], 1
+    for round_ in request.rounds:
+        budgets += range(start + 1, start + round_.tokens)
+        start += round_.tokens
+    return budgets
+
+
+def _spread(items: list) -> list:
+    """Two of `items`, one near each end."""
+    return items if len(items) <= 2 else [items[len(items) // 6], items[-1 - len(items) // 6]]

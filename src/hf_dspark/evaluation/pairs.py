@@ -13,9 +13,16 @@ from transformers.utils import logging as transformers_logging
 import hf_dspark.pair
 from hf_dspark.modeling import DSparkDraftModel
 
-__all__ = ["Pair", "bundled_pair", "encode", "held_out_texts", "load_pair", "read_prompts"]
+__all__ = ["DEFAULT_PROMPTS", "Pair", "bundled_pair", "encode", "held_out_texts", "load_pair", "read_prompts"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+# For checks of pairs of any kind when the user brings no prompts.
+DEFAULT_PROMPTS = [
+    "def fibonacci(n):\n",
+    "The three largest cities of Japan are",
+    "Q: A shop sells 12 apples for 3 dollars. How much are 20 apples?\nA:",
+    "import os\n\n\nclass Cache:\n    def __init__(self, size):\n        self.size = size\n",
+]
 
 
 @dataclass(slots=True)

@@ -1,7 +1,8 @@
 """Do sampled texts follow the target's own law? A test with the exact law of every position along the sampled texts.
 
 Counts are compared with what the target's law expects, over all positions, in three ways: by token; by pair of the previous token
-and the token; and, where a draft was sent, by place in the draft's law, on which most faults of acceptance leave their mark.
+and the token; and, where a draft was sent, by place in the draft's law, on which most faults of acceptance leave their mark. A
+fourth test asks whether drafts sent were drawn from the law that acceptance was told.
 """
 
 import copy
@@ -19,7 +20,7 @@ from hf_dspark.generation.decoding import Request, decode
 from hf_dspark.generation.report import GenerationReport, record_generation
 from hf_dspark.modeling import DSparkDraftModel
 
-__all__ = ["FALSE_ALARM_RATE", "SamplingCheck", "check_sampling", "seeded"]
+__all__ = ["FALSE_ALARM_RATE", "SamplingCheck", "check_sampling", "seeded", "stop_tokens"]
 
 # The tests of one run together raise an alarm on a right pair less often than this. The level they are held to is lower,
 # because a chi-square law describes their tails only approximately.
@@ -28,7 +29,7 @@ _LEVEL = 1e-4
 # Tokens of a position that are told apart; the rest is one category.
 _NUM_TOLD_APART = 64
 _DRAFT_PLACES = 4
-_TOKENS, _PAIRS, _PLACES = "tokens", "pairs of tokens", "places in the draft's law"
+_TOKENS, _PAIRS, _PLACES, _DRAFTS = "tokens", "pairs of tokens", "places in the draft's law", "drafts"
 
 
 @dataclass(slots=True)
@@ -46,11 +47,16 @@ class SamplingCheck:
 
 @dataclass(slots=True)
 class SampledText:
-    """A prompt (1, tokens), the new ids, and by index of new token the draft's first choices there, where a draft was sent."""
+    """A prompt (1, tokens) and the new ids.
+
+    draft_choices: by index of new token the draft's first choices there, where a draft was decided on.
+    draft_laws: of every draft sent, the probabilities of its law's first choices (places,) and the place of the token sent.
+    """
 
     prompt: torch.Tensor
     ids: list[int]
     draft_choices: dict[int, list[int]] = field(default_factory=dict)
+    draft_laws: list[tuple[torch.Tensor, int]] = field(default_factory=list)
 
 
 class WatchedGenerator(DSparkCandidateGenerator):
@@ -86,7 +92,7 @@ def check_sampling(
     settings = {"chain": dict(draft_sampling="chain"), "argmax": dict(draft_sampling="argmax")}
     if draft.confidence_head is not None:
         settings["cut by confidence"] = dict(draft_sampling="chain")
-    alarm_below, cut = _LEVEL / (3 * len(settings)), 0.0
+    alarm_below, cut = _LEVEL / (4 * len(settings)), 0.0
     for name, knobs in settings.items():
         if name == "cut by confidence":
             knobs["conditional_confidence_threshold"] = cut
@@ -117,14 +123,23 @@ def sample(target: PreTrainedModel, draft: DSparkDraftModel, prompt: torch.Tenso
     ids, proposals = target.generate(input_ids=prompt, **options, custom_generate=decode_watched)
     text = SampledText(prompt, ids[0, prompt.shape[1] :].tolist())
     for length, proposal in proposals:
-        first = length - prompt.shape[1]
-        for k, (drafted_id, written_id) in enumerate(zip(proposal.ids, text.ids[first:])):
-            # Of a law, the choice of the draft is known before its draw; an argmax draft is its own only choice.
-            choices = [drafted_id] if proposal.law is None else proposal.law[k].topk(min(_DRAFT_PLACES, len(proposal.law[k]))).indices.tolist()
-            text.draft_choices[first + k] = choices
-            if written_id != drafted_id:
-                break
+        _note(text, length - prompt.shape[1], proposal)
     return text
+
+
+def _note(text: SampledText, first: int, proposal: Proposal) -> None:
+    """Notes a proposal for the new tokens from index `first` on."""
+    decided = True
+    for k, drafted_id in enumerate(proposal.ids):
+        # Of a law, the choices of the draft are known before its draw; an argmax draft is its own only choice.
+        choices = [drafted_id]
+        if proposal.law is not None:
+            probs, choices = (column.tolist() for column in proposal.law[k].topk(min(_DRAFT_PLACES, len(proposal.law[k]))))
+            place = choices.index(drafted_id) if drafted_id in choices else len(choices)
+            text.draft_laws.append((torch.tensor(probs, dtype=torch.float64), place))
+        if decided and first + k < len(text.ids):
+            text.draft_choices[first + k] = choices
+            decided = text.ids[first + k] == drafted_id
 
 
 def _judge(target, texts: list[SampledText], options, name: str, alarm_below: float, report: GenerationReport, show) -> SamplingCheck:
@@ -141,7 +156,8 @@ def _judge(target, texts: list[SampledText], options, name: str, alarm_below: fl
         words = f"{about}; smallest p-value {worst.p_value:.2g} (alarm below {alarm_below:.1g})"
     else:
         what = _describe(kind, worst.worst_key, target.config.get_text_config().vocab_size, show)
-        words = f"{about}; the {kind} do not follow the target's law (p-value {worst.p_value:.1e}): "
+        whose = "law that the draft reports" if kind == _DRAFTS else "target's law"
+        words = f"{about}; the {kind} do not follow the {whose} (p-value {worst.p_value:.1e}): "
         words += f"{what} came {worst.worst_count} times, expected {worst.worst_expected:.1f}"
     return SamplingCheck(name, passed, worst.p_value, alarm_below, len(texts), num_tokens, words)
 
@@ -154,9 +170,14 @@ def _describe(kind: str, key: int, vocab: int, show) -> str:
     return f"the draft's choice number {key + 1}" if key < _DRAFT_PLACES else "what is none of the draft's first choices"
 
 
-def _wrong_ending(target, texts: list[SampledText], length: int) -> str | None:
+def stop_tokens(target: PreTrainedModel) -> list[int]:
+    """The stop tokens of the target's generation config, as a list."""
     stop = target.generation_config.eos_token_id
-    stop_ids = set(stop if isinstance(stop, list) else [] if stop is None else [stop])
+    return stop if isinstance(stop, list) else [] if stop is None else [stop]
+
+
+def _wrong_ending(target, texts: list[SampledText], length: int) -> str | None:
+    stop_ids = set(stop_tokens(target))
     for ids in (text.ids for text in texts):
         if stop_ids & set(ids[:-1]):
             return f"a text goes on after a stop token: {ids}"
@@ -181,7 +202,16 @@ def _test_laws(target: PreTrainedModel, texts: list[SampledText], options: dict)
         _TOKENS: law_test(tokens, probs, drawn),
         _PAIRS: law_test(pairs, probs, drawn),
         _PLACES: law_test(places[drafted], probs[drafted], drawn[drafted]),
+        _DRAFTS: _test_drafts(texts),
     }
+
+
+def _test_drafts(texts: list[SampledText]) -> LawTest:
+    laws = [law for text in texts for law in text.draft_laws]
+    if not laws:
+        return LawTest(1.0, 0)
+    probs = torch.stack([probs for probs, _ in laws])
+    return law_test(torch.arange(probs.shape[1]).expand_as(probs), probs, torch.tensor([place for _, place in laws]))
 
 
 def _laws_along(target: PreTrainedModel, text: SampledText, options: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -67,9 +67,18 @@ class DSparkCandidateGenerator(CandidateGenerator):
     def observe_prompt(self, outputs, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, cache) -> None:
         """Notes the target's first forward: `input_ids` (1, tokens) committed before it, `attention_mask` (1, cache length) or None."""
         layers = self._layers(outputs)
-        num_rows, total = layers[0].shape[1], int(cache.get_seq_length())
+        self._target_cache, self._next_slot = cache, int(cache.get_seq_length())
+        if self._last_index in self.model_kwargs_overrides["output_hidden_states"]:
+            self._unchecked_logits = outputs.logits[:, -1]
+            self._unchecked_hidden = outputs.hidden_states[self._last_index][:, -1]
+        try:
+            self._note_prompt(layers, input_ids, attention_mask)
+        except Exception as error:
+            self._fail(error)
+
+    def _note_prompt(self, layers: list[torch.Tensor], input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> None:
+        num_rows, total = layers[0].shape[1], self._next_slot
         past = total - num_rows
-        self._target_cache, self._next_slot = cache, total
         slots, positions = range(past, total), range(past, total)
         if attention_mask is not None:
             mask = attention_mask[0, :total].bool()
@@ -80,20 +89,19 @@ class DSparkCandidateGenerator(CandidateGenerator):
             positions = [position_of[slot] for slot in slots]
             layers = [layer[:, real.to(layer.device)] for layer in layers]
         # input_ids holds the whole text unless only its new part, or embeddings, were passed.
-        self.state = draft_state(self.draft, cache, past, input_ids)
+        self.state = draft_state(self.draft, self._target_cache, past, input_ids)
         self.missing_context_tokens = max(0, past - (self._num_padded if attention_mask is not None else 0) - self.state.num_tokens)
         self.state.append(layers, list(slots), list(positions))
-        if self._last_index in self.model_kwargs_overrides["output_hidden_states"]:
-            self._unchecked_logits = outputs.logits[:, -1]
-            self._unchecked_hidden = outputs.hidden_states[self._last_index][:, -1]
 
     def observe_verification(self, outputs, num_kept: int) -> None:
         """Notes a verification forward, of whose rows the first `num_kept` were committed."""
+        first, self._next_slot = self._next_slot, self._next_slot + num_kept
         if self.failure is None:
-            slots = list(range(self._next_slot, self._next_slot + num_kept))
-            positions = [slot - self._num_padded for slot in slots]
-            self.state.append([layer[:, :num_kept] for layer in self._layers(outputs)], slots, positions)
-        self._next_slot += num_kept
+            layers, slots = self._layers(outputs), list(range(first, first + num_kept))
+            try:
+                self.state.append([layer[:, :num_kept] for layer in layers], slots, [slot - self._num_padded for slot in slots])
+            except Exception as error:
+                self._fail(error)
 
     def finish(self, input_ids: torch.Tensor) -> None:
         """Keeps the text with the cache, to notice when a later call continues another one."""
@@ -114,13 +122,17 @@ class DSparkCandidateGenerator(CandidateGenerator):
         try:
             return self._draft_round(input_ids, max_tokens)
         except Exception as error:
-            if self.options.raise_on_draft_failure:
-                raise
-            self.failure = f"{type(error).__name__}: {error}"
-            logger.warning("the draft model failed (%s); the text is finished by the target alone, which only costs speed", self.failure)
-            self.state = None
-            forget_draft_state(self._target_cache)
+            self._fail(error)
             return Proposal([])
+
+    def _fail(self, error: Exception) -> None:
+        """Ends drafting for this request, or raises with `raise_on_draft_failure`. Called where `error` is being handled."""
+        forget_draft_state(self._target_cache)
+        if self.options.raise_on_draft_failure:
+            raise error
+        self.state = None
+        self.failure = f"{type(error).__name__}: {error}"
+        logger.warning("the draft model failed (%s); the text is finished by the target alone, which only costs speed", self.failure)
 
     def _draft_round(self, input_ids: torch.Tensor, max_tokens: int) -> Proposal:
         draft, config = self.draft, self.draft.config

@@ -33,6 +33,8 @@ class Request:
         self.logits_processor, self.stopping_criteria = logits_processor, stopping_criteria
         self.generator, self.streamer = generator, streamer
         self.finished = False
+        self.recorded_past: list[tuple[object, bool]] = []
+        self.num_begun = 0  # positions of this round whose token has been asked for
         wants = generation_config.return_dict_in_generate
         self.scores = () if wants and generation_config.output_scores else None
         self.logits = () if wants and generation_config.output_logits else None
@@ -87,21 +89,30 @@ class Request:
                 proposal = self.generator.propose(self.input_ids, self.budget - 1)
         with _timed(self.clock, "target_seconds"):
             outputs = steps.verify(self.target, self.input_ids, proposal.ids, self.model_kwargs, self.overrides)
-        num_tokens = self._commit(proposal, outputs)
+        try:
+            num_tokens = self._commit(proposal, outputs)
+        except BaseException:
+            # A streamer, a processor, a criterion or the user interrupts: the cache is left as plain decoding would leave it.
+            steps.rollback(outputs.cache, 1 + len(proposal.ids) - self.num_begun)
+            raise
         # The last committed token has not been through the target; what it replaced, and all after it, is taken back.
         steps.rollback(outputs.cache, 1 + len(proposal.ids) - num_tokens)
         if self.generator is not None:
             self.generator.observe_verification(outputs, num_tokens)
 
     def finish(self) -> None:
-        """Leaves the cache as plain decoding would, and closes stream and record."""
-        _restore_past(self.model_kwargs["cache"], self.recorded_past)
+        """Closes state, record and stream."""
         if self.generator is not None:
             self.generator.finish(self.input_ids)
         if self.clock is not None:
             self.clock.close(None if self.generator is None else self.generator.failure)
         if self.streamer is not None:
             self.streamer.end()
+
+    def release(self) -> None:
+        """Stops the cache's layers from keeping what only a rollback needs."""
+        for layer, recorded in self.recorded_past:
+            layer.record_past = recorded
 
     def output(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """What generate() returns: ids (1, tokens), or the dictionary of it."""
@@ -116,6 +127,7 @@ class Request:
         best = rows.argmax(dim=-1).tolist() if plain else None  # greedy needs no fp32 copy of the logits
         tokens, accepted = [], 0
         for k, draft_id in enumerate([*proposal.ids, None]):
+            self.num_begun = k + 1
             scores = self._scores(rows[k], tokens, plain)
             if plain:
                 token = best[k]
@@ -159,11 +171,15 @@ class Request:
 
 def decode(requests: list[Request]) -> None:
     """Runs requests to their ends, a round of each in turn."""
-    for request in requests:
-        request.start()
-    while running := [request for request in requests if not request.finished]:
-        for request in running:
-            request.round()
+    try:
+        for request in requests:
+            request.start()
+        while running := [request for request in requests if not request.finished]:
+            for request in running:
+                request.round()
+    finally:
+        for request in requests:
+            request.release()
     for request in requests:
         request.finish()
 
@@ -180,11 +196,6 @@ def _record_past(cache) -> list[tuple[object, bool]]:
     before = [(layer, layer.record_past) for layer in cache.layers if hasattr(layer, "record_past")]
     cache.activate_past_recording()
     return before
-
-
-def _restore_past(cache, before: list[tuple[object, bool]]) -> None:
-    for layer, recorded in before:
-        layer.record_past = recorded
 
 
 class _Clock:

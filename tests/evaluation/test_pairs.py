@@ -1,0 +1,101 @@
+"""Opening pairs, encoding prompts, reading prompt files."""
+
+import json
+
+import pytest
+import torch
+from transformers.utils import logging
+
+from evaluation.tiny_pair import HELD_OUT
+from hf_dspark.evaluation.pairs import bundled_pair, encode, held_out_texts, load_pair, read_prompts
+
+
+@pytest.fixture(scope="module")
+def pair(pair_folder):
+    return load_pair(str(pair_folder / "draft"), device="cpu")
+
+
+def test_the_target_is_the_one_the_draft_names(pair, pair_folder):
+    assert pair.target_name == str(pair_folder / "target") and pair.draft.tables.target is pair.target
+    assert not pair.target.training and not pair.draft.training
+    assert "Qwen3ForCausalLM, float32, cpu" in pair.description and "(block 4)" in pair.description
+
+
+def test_a_target_given_by_the_user_wins_and_dtype_is_of_both(pair_folder):
+    pair = load_pair(str(pair_folder / "draft"), str(pair_folder / "target"), dtype="bfloat16", device="cpu")
+    assert pair.target.dtype == pair.draft.dtype == torch.bfloat16
+
+
+def test_progress_bars_are_as_before(pair_folder):
+    before = logging.is_progress_bar_enabled()
+    load_pair(str(pair_folder / "draft"), device="cpu")
+    assert logging.is_progress_bar_enabled() == before
+
+
+def test_what_is_missing_is_named(pair_folder, tmp_path):
+    with pytest.raises(ValueError, match="dtype must be one of auto, float32, bfloat16, float16, got 'int8'"):
+        load_pair(dtype="int8")
+    with pytest.raises(ValueError, match="a draft is needed for the target 'x'"):
+        load_pair(target="x")
+    with pytest.raises(FileNotFoundError, match=r"--draft .*nowhere: there is no such folder"):
+        load_pair(str(tmp_path / "nowhere"))
+    folder = tmp_path / "draft"
+    folder.mkdir()
+    for file in (pair_folder / "draft").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    del config["base_model_name_or_path"]
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"does not name the target .*base_model_name_or_path.*--target"):
+        load_pair(str(folder))
+
+
+def test_the_bundled_pair_is_missed_clearly(tmp_path, monkeypatch):
+    assert bundled_pair().name == "pair"
+    monkeypatch.setattr("hf_dspark.evaluation.pairs.bundled_pair", lambda: tmp_path)
+    with pytest.raises(ValueError, match="the bundled pair is missing from"):
+        load_pair()
+
+
+def test_prompts_go_through_the_chat_template_unless_raw(pair, monkeypatch):
+    plain = encode(pair, "def f():")
+    assert plain.shape[0] == 1 and pair.tokenizer.decode(plain[0], skip_special_tokens=True) == "def f():"
+    monkeypatch.setattr(
+        pair.tokenizer, "chat_template", "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}!{% endif %}"
+    )
+    assert pair.tokenizer.decode(encode(pair, "def f():")[0]) == "<user>def f():!"
+    assert encode(pair, "def f():", raw=True).tolist() == plain.tolist()
+
+
+def test_empty_and_overlong_prompts_are_refused(pair):
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        encode(pair, "")
+    with pytest.raises(ValueError, match=r"the prompt has \d+ tokens, but the context of .* ends at 1024"):
+        encode(pair, "x = 1\n" * 1000)
+
+
+def test_prompt_files_hold_turns_or_a_prompt(tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"turns": ["first", "second"]}\n\n{"prompt": "third"}\n')
+    assert read_prompts(str(file)) == ["first", "third"]
+
+
+@pytest.mark.parametrize("line", ["no json", '{"text": "x"}', '{"turns": []}', '["x"]', '{"prompt": 3}', "3"])
+def test_a_bad_line_is_named(tmp_path, line):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "x"}\n' + line + "\n")
+    with pytest.raises(ValueError, match="line 2"):
+        read_prompts(str(file))
+
+
+def test_a_file_without_prompts_is_refused(tmp_path):
+    (tmp_path / "prompts.jsonl").write_text("\n")
+    with pytest.raises(ValueError, match="holds no prompt"):
+        read_prompts(str(tmp_path / "prompts.jsonl"))
+
+
+def test_held_out_modules_are_those_training_left_out(pair_folder):
+    texts = held_out_texts(str(pair_folder / "target"), 3)
+    assert len(texts) == 3 and "bisect" in texts[0] and "heap" in texts[1]
+    with pytest.raises(ValueError, match=f"must lie between 1 and {len(HELD_OUT)}, got 9"):
+        held_out_texts(str(pair_folder / "target"), 9)

@@ -1,0 +1,23 @@
+"""The picture is written where it is asked for, and nothing else is."""
+
+import os
+
+import pytest
+from matplotlib.image import imread
+
+from hf_dspark.evaluation.plots import plot_pair
+
+SPEEDS = {"plain": 1.0, "own loop": 1.02, "with the draft": 1.8}
+
+
+@pytest.mark.parametrize("rates", [[0.8, 0.7, 0.5], []], ids=["three positions", "nothing decided"])
+def test_a_picture_is_drawn(tmp_path, rates):
+    path = plot_pair(tmp_path / "pair.png", rates, SPEEDS)
+    assert path == tmp_path / "pair.png" and imread(path).shape[:2] == (540, 1500)
+    assert os.listdir(tmp_path) == ["pair.png"]
+
+
+def test_the_font_cache_goes_where_it_is_deleted(tmp_path, monkeypatch):
+    monkeypatch.delenv("MPLCONFIGDIR", raising=False)
+    plot_pair(tmp_path / "pair.png", [0.5], SPEEDS)
+    assert "MPLCONFIGDIR" not in os.environ

@@ -1,0 +1,99 @@
+"""Recipes: types, unknown options, flags that override, files that are not there."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import hf_dspark.recipes
+from hf_dspark.recipe import read_recipe
+
+
+@dataclass
+class Options:
+    target: str = field(metadata={"help": "Required."})
+    learning_rate: float = field(default=1e-3, metadata={"help": "A float."})
+    gamma: float | None = field(default=4.0, metadata={"help": "A float or None."})
+    max_steps: int = field(default=10, metadata={"help": "An int."})
+    bf16: bool = field(default=False, metadata={"help": "A bool."})
+    use_cache: bool = field(default=True, metadata={"help": "A bool that is on."})
+    layers: list[int] | None = field(default=None, metadata={"help": "A list."})
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    def write(text: str) -> str:
+        (tmp_path / "run.yaml").write_text(text)
+        return str(tmp_path / "run.yaml")
+
+    return write
+
+
+def test_a_file_gives_values_and_the_class_the_rest(recipe):
+    options = read_recipe(Options, recipe("target: t\nmax_steps: 3\nbf16: true\nlayers: [1, 3]\ngamma: null\n"))
+    assert options == Options("t", max_steps=3, bf16=True, layers=[1, 3], gamma=None)
+
+
+def test_numbers_that_yaml_reads_as_text_are_numbers(recipe):
+    # YAML 1.1 wants a point in 6e-4.
+    options = read_recipe(Options, recipe('target: t\nlearning_rate: 6e-4\nmax_steps: "7"\n'))
+    assert options.learning_rate == 6e-4 and options.max_steps == 7 and isinstance(options.max_steps, int)
+    assert read_recipe(Options, recipe("target: t\nlearning_rate: 1\n")).learning_rate == 1
+
+
+def test_flags_replace_what_the_file_says_and_nothing_else(recipe):
+    path = recipe("target: t\nmax_steps: 3\nlearning_rate: 0.5\nuse_cache: true\n")
+    flags = ["--max_steps", "5", "--learning-rate=6e-4", "--bf16", "--layers", "0", "2", "--no_use_cache"]
+    assert read_recipe(Options, path, flags) == Options("t", 6e-4, max_steps=5, bf16=True, layers=[0, 2], use_cache=False)
+    assert read_recipe(Options, path).max_steps == 3
+    assert read_recipe(Options, recipe("max_steps: 3\n"), ["--target", "u"]).target == "u"
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "message"),
+    [
+        ("target: t\nlerning_rate: 0.1\n", [], r"unknown option 'lerning_rate' in .*run.yaml; did you mean learning_rate\?"),
+        ("target: t\nzzzzz: 0.1\n", [], r"unknown option 'zzzzz' in .*--help"),
+        ("target: t\n", ["--max-stps", "3"], r"unknown option '--max-stps' on the command line; did you mean max_steps\?"),
+        ("target: t\n", ["--max_steps", "many"], r"invalid int value: 'many'"),
+        ("target: t\n", ["--max_steps"], r"expected one argument"),
+        ("target: t\nlearning_rate: fast\n", [], r"learning_rate must be a number \(float\), got 'fast'"),
+        ("target: t\nmax_steps: 2.5\n", [], r"max_steps must be a number \(int\), got 2.5"),
+        ("target: t\nmax_steps: true\n", [], r"max_steps must be a number \(int\), got True"),
+        ("target: t\nlearning_rate: [1]\n", [], r"learning_rate must be a number \(float\), got \[1\]"),
+        ("target: t\nlayers: [1, two]\n", [], r"layers must be a number \(int\), got 'two'"),
+        ("max_steps: 3\n", [], r"run.yaml lacks target"),
+        ("- a\n- b\n", [], r"must hold lines of the form 'option: value', got list"),
+        ("", [], r"must hold lines of the form"),
+        ("target: [\n", [], r"run.yaml is not valid YAML"),
+    ],
+)
+def test_what_is_wrong_is_named(recipe, text, flags, message):
+    with pytest.raises(ValueError, match=message):
+        read_recipe(Options, recipe(text), flags)
+
+
+def test_a_missing_file_is_named_and_the_packages_recipes_are_found(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"there is no recipe nowhere.yaml; the package brings .*stdlib_target.yaml"):
+        read_recipe(Options, "nowhere.yaml")
+    with pytest.raises(ValueError, match="unknown option"):
+        read_recipe(Options, "recipes/stdlib_target.yaml")
+
+
+def classes() -> dict[str, type]:
+    from hf_dspark.distillation.arguments import DistillationArguments
+    from hf_dspark.distillation.pretraining import PretrainArguments
+    from hf_dspark.distillation.regeneration import RegenerationArguments
+
+    return {"pretrain": PretrainArguments, "distill": DistillationArguments, "regenerate": RegenerationArguments}
+
+
+@pytest.mark.parametrize("path", sorted(Path(hf_dspark.recipes.__file__).parent.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_of_the_package_parses_and_opens_with_its_command(path, tmp_path):
+    command = next(line for line in path.read_text().splitlines() if "hf-dspark " in line).split("hf-dspark ")[1].split()
+    assert command[1] == f"recipes/{path.name}"
+    # What a machine's own capabilities decide (a GPU, bf16) is not the recipe's matter.
+    options = read_recipe(classes()[command[0]], str(path), ["--output_dir", str(tmp_path)] if command[0] != "regenerate" else [])
+    for name, value in vars(options).items():
+        assert not (isinstance(value, str) and name in ("learning_rate", "weight_decay", "max_steps")), name
