@@ -106,13 +106,13 @@ def test_a_right_pair_passes(pair, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("plant", "samples", "failing"),
     [
-        (softmax_law_for_argmax, 40, "sampling, argmax"),
-        (law_without_temperature, 40, "sampling, chain"),
+        (softmax_law_for_argmax, 24, "sampling, argmax"),
+        (law_without_temperature, 24, "sampling, chain"),
         (crop_one_too_few, 0, "greedy"),
         (crop_one_too_many, 0, "greedy"),
         (overrun_of_a_stop_token, 0, "endings"),
         (overrun_of_the_budget, 0, "greedy"),
-        (scheduler_that_looks_back, 40, "sampling, chain"),
+        (scheduler_that_looks_back, 24, "sampling, chain"),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

@@ -22,14 +22,14 @@ def test_marks_follow_the_rounds():
 def test_carets_stand_below_drafted_characters(tokenizer):
     ids = [tokenizer.convert_tokens_to_ids(letter) for letter in "abcd"]
     prompt = [tokenizer.convert_tokens_to_ids(letter) for letter in "xy"]
-    assert render_marked(tokenizer, prompt, ids, [False, True, True, False], colour=False) == "xyabcd\n   ^^"
+    assert render_marked(tokenizer, prompt, ids, [False, True, True, False], colour=False) == "xy<|>abcd\n      ^^"
 
 
 def test_carets_survive_line_breaks_tabs_and_narrow_terminals(tokenizer, monkeypatch):
     monkeypatch.setenv("COLUMNS", "8")
     ids = tokenizer("a\n\tb" + "c" * 9, add_special_tokens=False)["input_ids"]
     rendered = render_marked(tokenizer, [], ids, [True] * len(ids), colour=False).splitlines()
-    assert rendered == ["a", "^", "    bccc", "^" * 8, "cccccc", "^" * 6]
+    assert rendered == ["<|>a", "   ^", "    bccc", "^" * 8, "cccccc", "^" * 6]
 
 
 def test_colour_wraps_drafted_tokens(tokenizer):
@@ -41,7 +41,7 @@ def test_a_character_of_several_tokens_is_shown_once(tokenizer):
     ids = tokenizer("é=€", add_special_tokens=False)["input_ids"]
     assert len(ids) == 6
     rendered = render_marked(tokenizer, [], ids, [False, True, False, False, False, True], colour=False)
-    assert rendered == "é=€\n^ ^"
+    assert rendered == "<|>é=€\n   ^ ^"
 
 
 def test_colour_needs_a_terminal_that_wants_it(monkeypatch):

@@ -25,6 +25,13 @@ def test_three_ways_of_decoding_are_run_and_timed(pair):
     assert result.new_tokens == sum(request.new_tokens for request in result.report.requests)
 
 
+def test_without_a_number_of_runs_time_decides(pair, monkeypatch):
+    prompts = [torch.tensor([[1, 40, 50]])]
+    assert len(demonstrate(pair, prompts, max_new_tokens=3).seconds[PLAIN]) == 5
+    monkeypatch.setattr("hf_dspark.evaluation.quickstart.TIMING_SECONDS", 0.0)
+    assert len(demonstrate(pair, prompts, max_new_tokens=3).seconds[PLAIN]) == 1
+
+
 def test_the_figures_by_hand():
     record = RequestRecord(2, 4, [RoundRecord(3, 4, 2)], target_seconds=3.0, draft_seconds=1.0, total_seconds=5.0)
     text = [1, 2, 3, 4, 5, 6]

@@ -236,6 +236,17 @@ def test_a_target_without_a_cache_is_refused():
         target.generate(PROMPT, do_sample=False, max_new_tokens=8, assistant_model=tiny_draft(target))
 
 
+def test_learned_positions_are_not_overrun():
+    """The last position has a row in the table, and drafts behind it would have none."""
+    target = build(GPT2LMHeadModel, GPT2Config(**{**GPT2, "n_positions": 24}))
+    draft = tiny_draft(target, ScriptedDraft)
+    for length in range(19, 25):
+        for num_right in (0, 2, 4):
+            script = partial(right_for, num_right=num_right)
+            result = compare_greedy(target, draft, input_ids=PROMPT, max_length=length, make_script=script)
+            assert result.drafted.sequences.shape[1] == length
+
+
 def test_token_types_and_positions_given_by_the_user():
     target = target_of_kind("gpt2")
     draft = tiny_draft(target, ScriptedDraft)

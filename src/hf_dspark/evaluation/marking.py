@@ -8,8 +8,9 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_dspark.generation.report import RequestRecord
 
-__all__ = ["accepted_marks", "render_marked", "terminal_has_colour"]
+__all__ = ["PROMPT_END", "accepted_marks", "render_marked", "terminal_has_colour"]
 
+PROMPT_END = "<|>"
 _GREEN, _DIM, _RESET = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 
 
@@ -22,12 +23,13 @@ def accepted_marks(request: RequestRecord) -> list[bool]:
 
 
 def render_marked(tokenizer: PreTrainedTokenizerBase, prompt_ids: list[int], new_ids: list[int], marks: list[bool], colour: bool) -> str:
-    """Prompt and completion; accepted drafts in green on a terminal, else with a caret under each of their characters."""
+    """Prompt and completion; accepted drafts in green on a terminal, else with a caret below each character and `PROMPT_END` after the prompt."""
     prompt = tokenizer.decode(prompt_ids, skip_special_tokens=True)
     pieces = _pieces(tokenizer, new_ids)
     if colour:
         return f"{_DIM}{prompt}{_RESET}" + "".join(f"{_GREEN}{piece}{_RESET}" if mark else piece for piece, mark in zip(pieces, marks))
-    text, carets = prompt, " " * len(prompt)
+    text = prompt + PROMPT_END
+    carets = " " * len(text)
     for piece, mark in zip(pieces, marks):
         text += piece
         carets += ("^" if mark else " ") * len(piece)

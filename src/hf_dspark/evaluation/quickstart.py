@@ -1,5 +1,6 @@
 """The bundled pair at work, offline: the same text with and without the draft, and what the draft was worth."""
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import torch
 
 from hf_dspark.evaluation.acceptance import acceptance_table, held_out_prompts
 from hf_dspark.evaluation.benchmarks import DRAFTED, OWN_LOOP, PLAIN, decoding_variants, paired_ratio, time_interleaved
-from hf_dspark.evaluation.marking import accepted_marks, render_marked, terminal_has_colour
+from hf_dspark.evaluation.marking import PROMPT_END, accepted_marks, render_marked, terminal_has_colour
 from hf_dspark.evaluation.output import progress, table
 from hf_dspark.evaluation.pairs import Pair
 from hf_dspark.evaluation.plots import plot_pair
@@ -16,6 +17,8 @@ from hf_dspark.generation.report import GenerationReport, record_generation
 __all__ = ["Demonstration", "demonstrate", "quickstart"]
 
 PROMPT_TOKENS = 64
+# Without a number of runs from the user, further runs begin only within this time.
+MAX_RUNS, TIMING_SECONDS = 5, 25.0
 
 
 @dataclass(slots=True)
@@ -49,19 +52,26 @@ class Demonstration:
         }
 
 
-def demonstrate(pair: Pair, prompts: list[torch.Tensor], max_new_tokens: int, num_runs: int) -> Demonstration:
-    """Writes a greedy completion of each of `prompts` (1, tokens) in three ways, then times them in interleaved runs."""
+def demonstrate(pair: Pair, prompts: list[torch.Tensor], max_new_tokens: int, num_runs: int | None = None) -> Demonstration:
+    """Writes a greedy completion of each of `prompts` (1, tokens) in three ways, then times them in interleaved runs.
+
+    `num_runs` of each prompt; None: as many as fit into `TIMING_SECONDS`, from 1 to `MAX_RUNS`.
+    """
     variants = decoding_variants(pair.target, pair.draft)
     texts, seconds = [], {name: [] for name in variants}
     with record_generation() as report:
-        for prompt in prompts:  # also warms up every way before it is timed
+        for prompt in progress(prompts, "writing"):  # also warms up every way before it is timed
             arguments = dict(input_ids=prompt, max_new_tokens=max_new_tokens, do_sample=False)
             texts.append({name: _ids(write(**arguments), name, report) for name, write in variants.items()})
-    for prompt in progress(prompts, "timing"):
-        arguments = dict(input_ids=prompt, max_new_tokens=max_new_tokens, do_sample=False)
-        runs = {name: lambda write=write, arguments=arguments: write(**arguments) for name, write in variants.items()}
-        for name, measured in time_interleaved(runs, num_runs).items():
-            seconds[name] += measured
+    started = time.perf_counter()
+    for _ in progress(range(num_runs or MAX_RUNS), "timing"):
+        for prompt in prompts:
+            arguments = dict(input_ids=prompt, max_new_tokens=max_new_tokens, do_sample=False)
+            runs = {name: lambda write=write, arguments=arguments: write(**arguments) for name, write in variants.items()}
+            for name, measured in time_interleaved(runs, 1).items():
+                seconds[name] += measured
+        if num_runs is None and time.perf_counter() - started > TIMING_SECONDS:
+            break
     return Demonstration(prompts, texts, report, seconds)
 
 
@@ -71,13 +81,17 @@ def _ids(output: torch.Tensor, name: str, report: GenerationReport) -> list[int]
     return output[0].tolist()
 
 
-def quickstart(pair: Pair, output: str = ".", max_new_tokens: int = 128, num_completions: int = 3, num_runs: int = 5) -> dict:
+def quickstart(pair: Pair, output: str = ".", max_new_tokens: int = 128, num_completions: int = 3, num_runs: int | None = None) -> dict:
     """Prints completions, the table and where the plot is; returns the figures. Writes `quickstart.png` into the folder `output` alone.
 
     Raises:
         ValueError: an option outside its range, or `output` is no folder.
     """
-    for name, value, least in (("max_new_tokens", max_new_tokens, 2), ("runs", num_runs, 1), ("completions", num_completions, 1)):
+    for name, value, least in (
+        ("max_new_tokens", max_new_tokens, 2),
+        ("completions", num_completions, 1),
+        ("runs", 1 if num_runs is None else num_runs, 1),
+    ):
         if value < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
     if Path(output).exists() and not Path(output).is_dir():
@@ -86,7 +100,8 @@ def quickstart(pair: Pair, output: str = ".", max_new_tokens: int = 128, num_com
     result = demonstrate(pair, held_out_prompts(pair, num_completions, PROMPT_TOKENS), max_new_tokens, num_runs)
     colour = terminal_has_colour()
     print(f"{len(result.prompts)} modules of Python's standard library that training never saw, continued.")
-    print(f"What the draft wrote and the target accepted {'is green' if colour else 'has carets (^) below it'}.\n")
+    marks = "The prompt is dim; green is" if colour else f"The prompt ends at {PROMPT_END}; carets (^) stand below"
+    print(f"{marks} what the draft wrote and the target accepted.\n")
     for prompt, texts, request in zip(result.prompts, result.texts, result.report.requests):
         prompt_ids = prompt[0].tolist()
         print(render_marked(pair.tokenizer, prompt_ids, texts[DRAFTED][len(prompt_ids) :], accepted_marks(request), colour))

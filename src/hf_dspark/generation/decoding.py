@@ -64,7 +64,9 @@ class Request:
         prompt_ids = self.input_ids
         with _timed(self.clock, "target_seconds"):
             outputs = steps.prefill(self.target, prompt_ids, self.generation_config, self.model_kwargs, self.overrides)
-        cache = outputs.cache
+        cache = outputs.get("cache")
+        if cache is None:
+            raise ValueError(f"decoding with a DSpark draft needs a cache, which {type(self.target).__name__} does not return")
         if not cache.is_croppable:
             raise ValueError(
                 f"{type(self.target).__name__} keeps a state that can't be rolled back after a rejected draft (a recurrent layer, or a static cache "

@@ -4,6 +4,7 @@ import inspect
 import logging
 from functools import wraps
 
+import torch
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
@@ -138,7 +139,7 @@ def refuse_unsupported(target: PreTrainedModel, draft: DSparkDraftModel, generat
     cache_kind = generation_config.cache_implementation
     if cache_kind not in (None, "dynamic", "offloaded", "quantized") and "sliding_attention" in layer_types:
         raise ValueError(f"cache_implementation={cache_kind!r} can't be rolled back: a static cache with sliding-window layers; leave it unset")
-    stop_ids = generation_config.eos_token_id if isinstance(generation_config.eos_token_id, list) else [generation_config.eos_token_id]
+    stop_ids = [] if generation_config.eos_token_id is None else torch.as_tensor(generation_config.eos_token_id).flatten().tolist()
     if draft.config.mask_token_id in stop_ids:
         raise ValueError(f"the draft's mask_token_id {draft.config.mask_token_id} is a stop token of this call (eos_token_id={stop_ids})")
     draft.bind(target)
