@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
-from oracle import build, tiny_target
+from oracle import build, tiny_draft, tiny_target
 from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, set_seed
 
 from hf_dspark import DSparkDraftModel, record_generation
 from hf_dspark.distillation.arguments import DistillationArguments
 from hf_dspark.distillation.corpus import train_tokenizer
-from hf_dspark.distillation.distill import distill, draft_config
+from hf_dspark.distillation.distill import copy_last_layers, distill, draft_config
 
 TEXTS = [f"def add{i}(a, b):\n    return a + b + {i}\n" for i in range(30)]
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -135,3 +135,49 @@ def test_the_config_fits_targets_of_other_families(folder, name):
     draft = DSparkDraftModel(config).bind(target)
     draft.save_pretrained(folder / "written")
     assert AutoConfig.from_pretrained(folder / "written").rope_parameters["rope_theta"] == rope_theta
+
+
+def of_the_targets_shape(target, **options):
+    return tiny_draft(target, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, **options)
+
+
+def test_a_warm_start_copies_the_last_layers_and_the_last_feature():
+    target = tiny_target()
+    draft = of_the_targets_shape(target)
+    fresh = draft.fc.weight.detach().clone()
+    copied = copy_last_layers(draft, target)
+    assert {name for name in draft.state_dict() if name.startswith("layers.")} | {"norm.weight", "hidden_norm.weight"} == set(copied)
+    # The target has 4 layers, the draft 2.
+    for mine, theirs in zip(draft.layers, target.model.layers[2:]):
+        assert torch.equal(mine.self_attn.k_proj.weight, theirs.self_attn.k_proj.weight)
+        assert torch.equal(mine.mlp.down_proj.weight, theirs.mlp.down_proj.weight)
+    torch.testing.assert_close(draft.fc.weight - fresh, torch.cat([torch.zeros(32, 32), torch.eye(32)], dim=1))
+    # Over the context the first layer sees what the target's own layer sees.
+    hidden = torch.randn(1, 3, 32)
+    with torch.no_grad():
+        draft.fc.weight.copy_(torch.cat([torch.zeros(32, 32), torch.eye(32)], dim=1))
+        keys = draft.layers[0].self_attn.k_proj(draft.context_features([torch.randn(1, 3, 32), hidden]))
+        expected = target.model.layers[2].self_attn.k_proj(target.model.layers[2].input_layernorm(hidden))
+    torch.testing.assert_close(keys, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_warm_start_reads_norms_by_what_they_do():
+    config = Gemma3TextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8
+    )
+    target = build(Gemma3ForCausalLM, config)
+    torch.nn.init.normal_(target.model.norm.weight)
+    draft = of_the_targets_shape(target)
+    copy_last_layers(draft, target)
+    torch.testing.assert_close(draft.norm.weight, 1 + target.model.norm.weight)
+
+
+def test_a_warm_start_from_another_shape_is_refused():
+    target = build(GPT2LMHeadModel, GPT2Config(vocab_size=64, n_embd=32, n_layer=4, n_head=4, n_positions=64))
+    with pytest.raises(ValueError, match="GPT2LMHeadModel"):
+        copy_last_layers(of_the_targets_shape(target), target)
+
+
+def test_a_warm_started_draft_decodes(folder):
+    same = dict(intermediate_size=48, num_attention_heads=4, num_key_value_heads=2)
+    generates_as_plain(folder, DSparkDraftModel.from_pretrained(distill(arguments(folder, warm_start=True, **same))))

@@ -37,7 +37,12 @@ def card(folders) -> str:
 
 def test_every_figure_is_there(folders):
     text = card(folders)
-    for expected in ("1.263 bits a byte", "1,234,567", "| greedy | 3.21 | 12.5 % | 2.98 (50 of 64 completions) | 0.81, 0.72 |", "| temperature 1 | 2.55 |"):
+    for expected in (
+        "1.263 bits a byte",
+        "1,234,567",
+        "| greedy | 3.21 | 12.5 % | 2.98 (50 of 64 completions) | 0.81, 0.72 |",
+        "| temperature 1 | 2.55 |",
+    ):
         assert expected in text
     assert "mean over 64 held-out" in text.replace("\n", " ") and "Measured with `hf-dspark evaluate --json FILE` on two cores" in text
     digest = hashlib.sha256(files("hf_dspark.recipes").joinpath("stdlib_draft.yaml").read_bytes()).hexdigest()

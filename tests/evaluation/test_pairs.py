@@ -39,6 +39,8 @@ def test_what_is_missing_is_named(pair_folder, tmp_path):
         load_pair(target="x")
     with pytest.raises(FileNotFoundError, match=r"--draft .*nowhere: there is no such folder"):
         load_pair(str(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match="the device 'cuda:99' can't be used here"):
+        load_pair(str(pair_folder / "draft"), device="cuda:99")
     folder = tmp_path / "draft"
     folder.mkdir()
     for file in (pair_folder / "draft").iterdir():

@@ -7,17 +7,19 @@ import torch
 from oracle import (
     ALL_KINDS,
     ScriptedDraft,
+    assert_outputs_close,
     chain_law,
     compare_greedy,
     kinds_of_acceptance,
     largest_difference,
+    right_with_probability,
     tiny_draft,
     tiny_target,
     walk_every_outcome,
 )
 from reference import naive_draft
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import AutoModelForCausalLM, GenerationMixin, set_seed
 
 from hf_dspark import DSparkDraftModel, record_generation
 from hf_dspark.generation import candidates
@@ -270,3 +272,29 @@ def test_drafts_continue_after_empty_proposals():
         report = compare_greedy(target, draft, input_ids=PROMPT, max_new_tokens=60).report
     assert kinds_of_acceptance(report) == ALL_KINDS and {round_.drafted for round_ in report.rounds} >= {0, 4}
     assert draft.widths[0] == PROMPT.shape[1] and draft.widths[1:] == [round_.tokens for round_ in report.rounds[: len(draft.widths) - 1]]
+
+
+@pytest.mark.parametrize("sampling", [None, "argmax", "chain"])
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
+def test_the_generator_inside_the_loop_of_transformers(monkeypatch, sampling, do_sample):
+    """transformers' own assisted loop, with the generator that the hook gives it."""
+    target = tiny_target()
+    draft = tiny_draft(target, ScriptedDraft)
+    hooked, theirs = GenerationMixin._assisted_decoding, GenerationMixin._assisted_decoding.__wrapped__
+    monkeypatch.setattr(draft.generation_config, "draft_sampling", sampling)
+    # At this temperature the law is the argmax, so that sampling can be compared with plain decoding too.
+    options = dict(do_sample=do_sample, max_new_tokens=40, return_dict_in_generate=True, output_scores=True, output_logits=True)
+    if do_sample:
+        options |= dict(top_k=1, temperature=0.7)
+    plain = target.generate(PROMPT, **options)
+    draft.script = right_with_probability(plain.sequences[0].tolist())
+    draft.drafted.clear()
+    monkeypatch.setattr(GenerationMixin, "_assisted_decoding", theirs)
+    drafted = target.generate(PROMPT, assistant_model=draft, **options)
+    their_rounds = list(draft.drafted)
+    assert drafted.sequences.tolist() == plain.sequences.tolist()
+    assert_outputs_close(drafted, plain)
+    monkeypatch.setattr(GenerationMixin, "_assisted_decoding", hooked)
+    draft.drafted.clear()
+    target.generate(PROMPT, assistant_model=draft, **options)
+    assert draft.drafted == their_rounds and len(their_rounds) < 30

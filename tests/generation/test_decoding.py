@@ -10,7 +10,6 @@ import torch
 from oracle import (
     ALL_KINDS,
     ScriptedDraft,
-    assert_outputs_close,
     compare_greedy,
     kinds_of_acceptance,
     right_for,
@@ -20,7 +19,7 @@ from oracle import (
     tiny_target,
 )
 from tokenizers import Tokenizer, decoders, models
-from transformers import GenerationMixin, MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast, Qwen3NextConfig, Qwen3NextForCausalLM
 from transformers.generation.stopping_criteria import MaxLengthCriteria, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
@@ -378,27 +377,3 @@ def test_a_head_that_computes_other_logits_is_refused_with_the_difference(monkey
     monkeypatch.setattr(target, "forward", warped)
     with pytest.raises(ValueError, match=r"differs from its own logits by 0\.5"):
         target.generate(PROMPT, do_sample=False, max_new_tokens=8, assistant_model=draft)
-
-
-@pytest.mark.parametrize("sampling", [None, "argmax", "chain"])
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
-def test_candidates_inside_the_loop_of_transformers(target, draft, monkeypatch, sampling, do_sample):
-    """transformers' own assisted loop, with the generator that the hook gives it."""
-    hooked, theirs = GenerationMixin._assisted_decoding, GenerationMixin._assisted_decoding.__wrapped__
-    monkeypatch.setattr(draft.generation_config, "draft_sampling", sampling)
-    # At this temperature the law is the argmax, so that sampling can be compared with plain decoding too.
-    options = dict(do_sample=do_sample, max_new_tokens=40, return_dict_in_generate=True, output_scores=True, output_logits=True)
-    if do_sample:
-        options |= dict(top_k=1, temperature=0.7)
-    plain = target.generate(PROMPT, **options)
-    draft.script = right_with_probability(plain.sequences[0].tolist())
-    draft.drafted.clear()
-    monkeypatch.setattr(GenerationMixin, "_assisted_decoding", theirs)
-    drafted = target.generate(PROMPT, assistant_model=draft, **options)
-    their_rounds = list(draft.drafted)
-    assert drafted.sequences.tolist() == plain.sequences.tolist()
-    assert_outputs_close(drafted, plain)
-    monkeypatch.setattr(GenerationMixin, "_assisted_decoding", hooked)
-    draft.drafted.clear()
-    target.generate(PROMPT, assistant_model=draft, **options)
-    assert draft.drafted == their_rounds and len(their_rounds) < 30

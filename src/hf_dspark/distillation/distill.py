@@ -122,16 +122,25 @@ def copy_last_layers(draft: DSparkDraftModel, target: PreTrainedModel) -> list[s
     Raises:
         ValueError: no tensor of the target's layers has the name and shape of one of the draft's.
     """
-    source, hidden = target.get_decoder().state_dict(), draft.config.hidden_size
+    decoder, own, hidden = target.get_decoder(), draft.state_dict(), draft.config.hidden_size
+    source = decoder.state_dict()
     num_layers, first = draft.config.num_hidden_layers, draft.config.num_target_layers - draft.config.num_hidden_layers
-    wanted = {name: name.replace(f"layers.{i}.", f"layers.{first + i}.", 1) for i in range(num_layers) for name in draft.state_dict() if f"layers.{i}." in name}
-    wanted |= {"norm.weight": "norm.weight", "hidden_norm.weight": f"layers.{first}.input_layernorm.weight"}
-    own = draft.state_dict()
+    wanted = {"norm.weight": "norm.weight", "hidden_norm.weight": f"layers.{first}.input_layernorm.weight"}
+    for name in own:
+        if name.startswith("layers."):
+            _, index, rest = name.split(".", 2)
+            wanted[name] = f"layers.{first + int(index)}.{rest}"
     copied = [name for name, theirs in wanted.items() if theirs in source and source[theirs].shape == own[name].shape]
     if not any(name.startswith("layers.") for name in copied):
-        raise ValueError(f"warm_start=True: no tensor of the last {num_layers} layers of {type(target).__name__} has the name and shape of the draft's")
+        raise ValueError(
+            f"warm_start=True: no tensor of the last {num_layers} layers of {type(target).__name__} has the name and shape of the draft's"
+        )
     for name in copied:
-        own[name].copy_(source[wanted[name]])
+        values = source[wanted[name]]
+        if name.endswith("norm.weight"):
+            # What the norm multiplies by; some families store it less one.
+            values = decoder.get_submodule(wanted[name].removesuffix(".weight"))(torch.ones_like(values))
+        own[name].copy_(values)
     own["fc.weight"][:, -hidden:] += torch.eye(hidden)
     return copied
 

@@ -72,7 +72,7 @@ def load_pair(draft: str | None = None, target: str | None = None, dtype: str = 
     for name, value in (("--draft", draft), ("--target", target)):
         if value is not None and (Path(value).is_absolute() or value.startswith(".")) and not Path(value).is_dir():
             raise FileNotFoundError(f"{name} {value}: there is no such folder")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = _usable(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     with _without_loading_bars():
         draft_model = DSparkDraftModel.from_pretrained(draft, dtype=dtype)
         target = target or draft_model.config.base_model_name_or_path
@@ -150,6 +150,13 @@ def held_out_texts(target_folder: str, num_texts: int) -> list[str]:
     if not 0 < num_texts <= len(texts):
         raise ValueError(f"the number of held-out modules must lie between 1 and {len(texts)}, got {num_texts}")
     return texts[:num_texts]
+
+
+def _usable(device: str) -> torch.device:
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"the device {device!r} can't be used here: {str(error).splitlines()[0]}") from error
 
 
 @contextmanager
