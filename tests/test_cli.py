@@ -167,3 +167,10 @@ def test_pretrain_distill_generate_in_smoke_form(tmp_path, monkeypatch, capsys):
         == 0
     )
     assert "8 tokens in" in capsys.readouterr().err
+
+    monkeypatch.setattr("hf_dspark.evaluation.acceptance.held_out_texts", lambda *_: list(modules.values())[:2])
+    pair = ["--target", "runs/stdlib_target", "--draft", "runs/stdlib_draft"]
+    measured = ["--held-out-modules", "2", "--prompt-tokens", "8", "--max-new-tokens", "12", "--device", "cpu", "--json", "figures.json"]
+    assert main(["evaluate", *pair, *measured]) == 0
+    assert main(["card", *pair, "--evaluation", "figures.json", "--machine", "two cores", "--output", "card.md"]) == 0
+    assert "hf-dspark evaluate --target runs/stdlib_target" in (tmp_path / "card.md").read_text()

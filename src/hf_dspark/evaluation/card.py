@@ -61,11 +61,12 @@ def pair_card(target: Path, draft: Path, evaluation: Path, machine: str) -> str:
 
 
 def _row(decoding: str, summary: dict) -> dict[str, str]:
+    varied = summary["tokens_per_round_below_30_percent_repeated"]  # None: every completion repeats itself
     return {
         "decoding": decoding,
         "tau": f"{summary['tokens_per_round']:.2f}",
         "repeated": f"{100 * summary['repeated_8gram_share']:.1f} %",
-        "tau_low": f"{summary['tokens_per_round_below_30_percent_repeated']:.2f}",
+        "tau_low": "-" if varied is None else f"{varied:.2f}",
         "num_low": f"{summary['completions_below_30_percent_repeated']} of {summary['completions']}",
         "acceptance": ", ".join(f"{rate:.2f}" for rate in summary["conditional_acceptance"]),
     }
