@@ -16,6 +16,7 @@ __all__ = ["Checkpoint", "read_checkpoint", "save_folder"]
 
 TABLE_NAMES = ("embed_tokens.weight", "lm_head.weight")
 _HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "token", "revision", "local_files_only", "subfolder")
+_FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
 # Guessing one of these gives a draft that loads, runs and is never accepted.
 _REQUIRED_KEYS = ("block_size", "mask_token_id", "num_target_layers", "target_layer_ids", "markov_rank", "enable_confidence_head")
 
@@ -38,6 +39,8 @@ def read_checkpoint(model_class, name_or_path, options: dict) -> Checkpoint:
     """
     hub_options = {key: options[key] for key in _HUB_OPTIONS if key in options}
     folder = Path(name_or_path)
+    if folder.is_absolute() and not folder.is_dir():
+        raise OSError(f"{folder} is no folder; give the folder of a draft, or the id of a repository on the Hub")
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         loading = f"PeftModel.from_pretrained(DSparkDraftModel.from_pretrained(base), {str(name_or_path)!r})"
         raise ValueError(f"{name_or_path} holds a PEFT adapter alone; load it with {loading}")
@@ -47,12 +50,18 @@ def read_checkpoint(model_class, name_or_path, options: dict) -> Checkpoint:
     values = _read_json(config_file)
     if (problem := unsupported_format(values)) is not None:
         raise ValueError(f"{name_or_path} can't be loaded as a DSpark draft: {problem}")
-    missing = [key for key in _REQUIRED_KEYS if key not in values]
-    if not {"rope_parameters", "rope_theta"} & set(values):
-        missing.append("rope_parameters")
+    missing = [key for key in _REQUIRED_KEYS if values.get(key) is None]
+    if values.get("rope_theta") is None and (values.get("rope_parameters") or {}).get("rope_theta") is None:
+        missing.append("rope_parameters with a rope_theta")
     if missing:
         raise ValueError(f"{name_or_path}/config.json lacks {', '.join(missing)}; a DSpark draft's config states them, they can't be guessed")
-    config = options.get("config") or model_class.config_class.from_dict(values)
+    config = options.get("config")
+    if config is None:
+        # As in transformers, an argument that is an option of the config replaces the file's value.
+        names = set(model_class.config_class.__dataclass_fields__) - {"dtype"}
+        config = model_class.config_class.from_dict(values | {key: options.pop(key) for key in sorted(names & set(options))})
+    if not isinstance(config, model_class.config_class):
+        raise ValueError(f"config must be a {model_class.config_class.__name__}, got {type(config).__name__}")
     files = _weight_files(name_or_path, hub_options)
     check_tensors(model_class, config, files, str(name_or_path))
     generation_file = _optional_file(name_or_path, "generation_config.json", hub_options)
@@ -65,8 +74,9 @@ def read_checkpoint(model_class, name_or_path, options: dict) -> Checkpoint:
 
 def unsupported_format(values: dict) -> str | None:
     """Why a `config.json` is no DeepSpec-layout draft on the Qwen3 backbone, in a sentence that names its format; None if it is one."""
-    architectures = values.get("architectures") or []
-    dflash = values.get("dflash_config") or {}
+    architectures, dflash = values.get("architectures") or [], values.get("dflash_config") or {}
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures) or not isinstance(dflash, dict):
+        return f"its config.json is malformed (architectures {architectures!r}, dflash_config {dflash!r})"
     projector = dflash.get("projector_type")
     if "speculators_model_type" in values:
         return f"it is in vLLM's speculators format (speculators_model_type {values['speculators_model_type']!r}), whose layer ids are shifted by one"
@@ -96,16 +106,20 @@ def check_tensors(model_class, config, files: list[str], name: str) -> None:
     """Accounts for every tensor both ways. Raises ValueError that names the missing, extra and misshapen ones."""
     with torch.device("meta"):
         expected = {key: tuple(value.shape) for key, value in model_class(config).state_dict().items()}
-    found = {}
+    found, problems = {}, []
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:
-                found |= {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}  # noqa: SIM118 (an open file is no dict)
+                for key in tensors.keys():  # noqa: SIM118 (an open file is no dict)
+                    stored = tensors.get_slice(key)
+                    found[key] = tuple(stored.get_shape())
+                    if (stored.get_dtype() in _FLOAT_TYPES) == (key == "d2t"):
+                        problems.append(f"{key} is stored as {stored.get_dtype()}")
         except SafetensorError as error:
             raise ValueError(f"{file} is damaged or truncated and can't be read ({error}); download or save it again") from error
     table_shape = (config.vocab_size, config.hidden_size)
     optional = {key: table_shape for key in TABLE_NAMES if key not in expected and key in found}
-    problems = [f"missing {key} {expected[key]}" for key in expected if key not in found]
+    problems += [f"missing {key} {expected[key]}" for key in expected if key not in found]
     problems += [f"unexpected {key} {found[key]}" for key in found if key not in expected and key not in optional]
     problems += [
         f"{key} has shape {found[key]}, the config asks for {shape}"

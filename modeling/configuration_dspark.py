@@ -3,9 +3,12 @@
 from difflib import SequenceMatcher
 from functools import wraps
 
+import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 from transformers import Qwen3Config
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 __all__ = ["DSparkConfig", "spread_target_layers"]
 
@@ -69,6 +72,8 @@ class DSparkConfig(Qwen3Config):
             for known in self.__dataclass_fields__:
                 if key not in self.__dataclass_fields__ and _looks_misspelt(key, known):
                     raise ValueError(f"unknown option {key!r} (value {kwargs[key]!r}) in a DSparkConfig; did you mean {known!r}?")
+        if isinstance(self.dtype, str) and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(f"dtype must name a type of torch such as 'bfloat16', got {self.dtype!r}")
         theta, stated = kwargs.get("rope_theta"), (self.rope_parameters or {}).get("rope_theta")
         if theta is not None and stated is not None and theta != stated:
             raise ValueError(f"rope_theta={theta} and rope_parameters['rope_theta']={stated} disagree; a draft has one RoPE base")
@@ -125,6 +130,16 @@ class DSparkConfig(Qwen3Config):
             )
 
     def validate_backbone(self):
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act {self.hidden_act!r} is no activation that transformers knows, such as 'silu'")
+        rope_type, theta = self.rope_parameters.get("rope_type", "default"), self.rope_parameters.get("rope_theta")
+        if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
+            raise ValueError(f"rope_type must be 'default' or one of {sorted(ROPE_INIT_FUNCTIONS)}, got {rope_type!r}")
+        if isinstance(theta, bool) or not isinstance(theta, int | float) or not theta > 0:
+            raise ValueError(f"rope_theta must be a positive number, got {theta!r}")
         if sliding := [kind for kind in self.layer_types if kind != "full_attention"]:
             raise ValueError(f"layer_types of a draft must all be 'full_attention', got {sliding[0]!r}")
         if self.num_attention_heads % self.num_key_value_heads:

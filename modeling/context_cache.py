@@ -34,10 +34,16 @@ class ContextCache:
         self.length = min(self.length, length)
 
     def _grown(self, buffer: torch.Tensor | None, rows: torch.Tensor, end: int) -> torch.Tensor:
-        if buffer is not None and end <= buffer.shape[2]:
+        if buffer is not None and end <= buffer.shape[2] and _writable(buffer, rows):
             return buffer
         capacity = end + 64 if buffer is None else 2 * end
         grown = rows.new_zeros(*rows.shape[:2], capacity, rows.shape[3])
         if buffer is not None:
             grown[:, :, : self.length] = buffer[:, :, : self.length]
         return grown
+
+
+def _writable(buffer: torch.Tensor, rows: torch.Tensor) -> bool:
+    """Whether `rows` can be written into `buffer` as it is; a later turn may come in another dtype, place or autograd mode."""
+    fits_mode = torch.is_inference_mode_enabled() or not buffer.is_inference()
+    return fits_mode and buffer.dtype == rows.dtype and buffer.device == rows.device

@@ -43,6 +43,6 @@ def test_an_impossible_split_is_refused(modules, number):
 def test_the_tokenizer_gives_every_text_back():
     tokenizer = train_tokenizer(["def f(x):\n    return x\n" * 20], vocab_size=300)
     text = "class Ü:\n\tpass  # € \n"
-    ids = tokenizer(text)["input_ids"]
-    assert tokenizer.decode(ids) == text and max(ids) < 300
+    bos, *ids = tokenizer(text)["input_ids"]
+    assert bos == tokenizer.bos_token_id and tokenizer.decode(ids) == text and max(ids) < 300
     assert [tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.mask_token_id] == [0, 1, 2, 3]

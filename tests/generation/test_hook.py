@@ -206,6 +206,7 @@ REFUSED = {
     "num_return_sequences": (dict(num_return_sequences=2, do_sample=True), r"num_return_sequences=2"),
     "output_hidden_states": (dict(return_dict_in_generate=True, output_hidden_states=True), r"output_hidden_states=True"),
     "output_attentions": (dict(return_dict_in_generate=True, output_attentions=True), r"output_attentions=True"),
+    "dola_layers": (dict(dola_layers="high"), r"dola_layers='high'"),
     "mask is the stop token": (dict(eos_token_id=63), r"mask_token_id 63 is a stop token"),
     "mask is a stop token": (dict(eos_token_id=[5, 63]), r"mask_token_id 63 is a stop token.*\[5, 63\]"),
 }

@@ -1,5 +1,6 @@
 """Ways to reach the hook: pipelines, PEFT on either side, threads, vision-language models."""
 
+import copy
 import threading
 
 import pytest
@@ -140,3 +141,13 @@ def test_text_of_a_vision_language_model(make_target, padded):
     draft = tiny_draft(target, ScriptedDraft)
     seen = compare_greedy(target, draft, lambda: dict(inputs=prompt, attention_mask=mask, max_new_tokens=24))
     assert len(set(seen.new_tokens)) > 3
+
+
+def test_a_draft_behind_other_wrappers(target, draft):
+    expected = target.generate(PROMPT, max_new_tokens=12)
+    once = get_peft_model(copy.deepcopy(draft), LoraConfig(target_modules=["q_proj"]))
+    wrapped = [torch.compile(draft), torch.nn.DataParallel(draft), get_peft_model(once, LoraConfig(target_modules=["v_proj"]))]
+    for assistant in wrapped:
+        with record_generation() as report:
+            assert torch.equal(target.generate(PROMPT, assistant_model=assistant, max_new_tokens=12), expected)
+        assert report.rounds and report.requests[0].draft_failure is None

@@ -137,3 +137,10 @@ def test_generating_changes_no_knob(target, draft):
     before, targets = draft.generation_config.to_dict(), target.generation_config.to_dict()
     target.generate(PROMPT, assistant_model=draft, max_new_tokens=8, do_sample=True)
     assert draft.generation_config.to_dict() == before and target.generation_config.to_dict() == targets
+
+
+@pytest.mark.parametrize("value", [None, {"num_assistant_tokens": 2}], ids=str)
+def test_something_else_in_place_of_the_knobs_is_refused(draft, value):
+    draft.generation_config = value
+    with pytest.raises(ValueError, match="must be a GenerationConfig"):
+        draft_options(draft)

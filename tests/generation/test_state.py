@@ -383,3 +383,33 @@ def test_state_is_found_on_its_cache_and_cut_where_the_text_differs(draft):
     assert draft_state(draft, cache, 0, text) is not state
     forget_draft_state(cache)
     assert draft_state(draft, cache, 5, text).num_tokens == 0
+
+
+def test_a_used_cache_can_be_written_to_disk(target, draft, tmp_path):
+    outputs, _ = run(target, FIRST_TURN, draft=draft)
+    torch.save(outputs.cache, tmp_path / "cache.pt")
+    read = torch.load(tmp_path / "cache.pt", weights_only=False)
+    length, ids = read.get_seq_length(), next_turn(outputs, 0)
+    continued, record = run(target, ids, cache=read, draft=draft)
+    assert torch.equal(continued.sequences, run(target, ids)[0].sequences)
+    assert record.missing_context_tokens == length and record.draft_failure is None
+
+
+def test_the_record_of_an_interrupted_request_is_closed(target, draft):
+    with record_generation() as report, pytest.raises(ConnectionError):
+        target.generate(FIRST_TURN, assistant_model=draft, streamer=Leaving(6), max_new_tokens=20, do_sample=False)
+    assert report.seconds("total") >= report.seconds("target") + report.seconds("draft") > 0
+
+
+@pytest.mark.parametrize("modes", [("inference", "plain"), ("plain", "inference"), ("float32", "bfloat16")], ids="-".join)
+def test_a_conversation_goes_on_in_another_mode(target, draft, modes):
+    def turn(mode, *arguments, **options):
+        draft.to(torch.bfloat16 if mode == "bfloat16" else torch.float32)
+        with torch.inference_mode(mode == "inference"):
+            return run(target, *arguments, **options)
+
+    first, _ = turn(modes[0], FIRST_TURN, draft=draft)
+    ids = next_turn(first, 0)
+    second, record = turn(modes[1], ids, cache=first.cache, draft=draft)
+    assert second.sequences.tolist() == run(target, ids)[0].sequences.tolist()
+    assert record.draft_failure is None and record.missing_context_tokens == 0 and record.rounds

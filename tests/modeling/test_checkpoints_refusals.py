@@ -7,6 +7,7 @@ import pytest
 import torch
 from checkpoint_files import change_config, change_tensors
 from oracle import tiny_draft
+from transformers import Qwen3Config
 
 from hf_dspark import DSparkDraftModel
 from hf_dspark.modeling import checkpoints
@@ -198,3 +199,46 @@ def test_what_does_not_exist_keeps_transformers_error(folder, tmp_path, monkeypa
     (folder / "model.safetensors").unlink()
     with pytest.raises(OSError, match=r"model\.safetensors"):
         DSparkDraftModel.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("key", ["target_layer_ids", "block_size", "markov_rank"])
+def test_what_must_not_be_guessed_is_refused_as_null_too(folder, key):
+    change_config(folder, **{key: None})
+    with pytest.raises(ValueError, match=f"lacks {key}"):
+        DSparkDraftModel.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("rope", [None, {}, {"rope_type": "default"}], ids=str)
+def test_a_rope_base_is_never_guessed(folder, rope):
+    change_config(folder, remove=("rope_theta",), rope_parameters=rope)
+    with pytest.raises(ValueError, match="rope_theta"):
+        DSparkDraftModel.from_pretrained(folder)
+
+
+def test_integers_in_place_of_weights_are_refused(folder):
+    change_tensors(folder, lambda tensors: tensors.update({"fc.weight": tensors["fc.weight"].to(torch.int8)}))
+    with pytest.raises(ValueError, match=r"fc\.weight is stored as I8"):
+        DSparkDraftModel.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("changes", [{"architectures": [1]}, {"architectures": "Qwen3DSparkModel"}, {"dflash_config": "x"}], ids=str)
+def test_a_malformed_config_is_refused(folder, changes):
+    change_config(folder, **changes)
+    with pytest.raises(ValueError, match="malformed"):
+        DSparkDraftModel.from_pretrained(folder)
+
+
+def test_a_config_of_another_class_is_refused(folder):
+    with pytest.raises(ValueError, match="must be a DSparkConfig, got Qwen3Config"):
+        DSparkDraftModel.from_pretrained(folder, config=Qwen3Config())
+
+
+def test_an_option_of_the_config_may_be_given_as_an_argument(folder):
+    assert DSparkDraftModel.from_pretrained(folder, attention_dropout=0.25).config.attention_dropout == 0.25
+    with pytest.raises(ValueError, match="block_size"):
+        DSparkDraftModel.from_pretrained(folder, block_size=0)
+
+
+def test_a_folder_that_does_not_exist_is_an_os_error(tmp_path):
+    with pytest.raises(OSError, match="nowhere is no folder"):
+        DSparkDraftModel.from_pretrained(tmp_path / "nowhere")

@@ -257,3 +257,24 @@ def test_configs_share_no_lists():
     first, second = DSparkConfig(), DSparkConfig()
     first.target_layer_ids.append(34)
     assert second.target_layer_ids == [1, 9, 17, 25, 33]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": "10000"}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}},
+        {"rope_parameters": {"rope_type": "yarnx", "rope_theta": 10000.0}},
+        {"hidden_act": "abc"},
+        {"head_dim": 0},
+        {"num_key_value_heads": 0},
+        {"hidden_size": -1},
+        {"dtype": "abc"},
+    ],
+    ids=str,
+)
+def test_a_backbone_that_can_not_be_built_is_refused_by_name(options):
+    (name, _), *_ = options.items()
+    named = "rope_t" if name == "rope_parameters" else name
+    with pytest.raises(ValueError, match=named):
+        DSparkConfig(**options)

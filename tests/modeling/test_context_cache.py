@@ -74,3 +74,16 @@ def test_dtype_is_kept_and_grown_memory_is_written(dtype, poisoned_memory):
     seen_keys, seen_values = cache.write(0, keys, values)
     assert seen_keys.dtype == seen_values.dtype == dtype
     assert torch.isfinite(cache._keys[0]).all() and torch.isfinite(cache._values[0]).all()
+
+
+def test_a_later_turn_may_come_in_another_dtype_or_autograd_mode():
+    cache = ContextCache(num_layers=1)
+    keys, values = rows(5, seed=0)
+    with torch.inference_mode():
+        cache.write(0, keys, values)
+    cache.advance(3)
+    more = rows(2, seed=1)
+    seen, _ = cache.write(0, *more)
+    assert torch.equal(seen, torch.cat([keys[:, :, :3], more[0]], dim=2))
+    seen, _ = cache.write(0, more[0].bfloat16(), more[1].bfloat16())
+    assert seen.dtype == torch.bfloat16 and torch.equal(seen, torch.cat([keys[:, :, :3], more[0]], dim=2).bfloat16())

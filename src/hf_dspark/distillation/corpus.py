@@ -51,7 +51,7 @@ def held_out_split(modules: dict[str, str], num_held_out: int) -> tuple[dict[str
 
 def train_tokenizer(texts: list[str], vocab_size: int):
     """A byte-level BPE tokenizer (`PreTrainedTokenizerFast`) of at most `vocab_size` entries, special tokens first."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
@@ -62,6 +62,8 @@ def train_tokenizer(texts: list[str], vocab_size: int):
     )
     tokenizer.train_from_iterator(texts, trainer)
     pad, bos, eos, mask = SPECIAL_TOKENS
+    # A prompt starts as a training text does.
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, tokenizer.token_to_id(bos))])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=pad, bos_token=bos, eos_token=eos, mask_token=mask)
 
 

@@ -103,16 +103,16 @@ class Request:
             self.generator.observe_verification(outputs, num_tokens)
 
     def finish(self) -> None:
-        """Closes state, record and stream."""
+        """Closes state and stream."""
         if self.generator is not None:
             self.generator.finish(self.input_ids)
-        if self.clock is not None:
-            self.clock.close(None if self.generator is None else self.generator.failure)
         if self.streamer is not None:
             self.streamer.end()
 
     def release(self) -> None:
-        """Stops the cache's layers from keeping what only a rollback needs."""
+        """Closes the record, and stops the cache's layers from keeping what only a rollback needs; also after an interruption."""
+        if self.clock is not None:
+            self.clock.close(None if self.generator is None else self.generator.failure)
         for layer, recorded in self.recorded_past:
             layer.record_past = recorded
 

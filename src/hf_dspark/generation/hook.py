@@ -16,6 +16,8 @@ __all__ = ["as_draft", "install"]
 
 logger = logging.getLogger(__name__)
 
+_MOST_WRAPPERS = 8
+
 # The private names of transformers this library knows, with the arguments it relies on.
 PRIVATE_NAMES = {
     "_validate_generation_mode": ("generation_mode", "generation_config", "generation_mode_kwargs"),
@@ -27,11 +29,16 @@ PRIVATE_NAMES = {
 
 
 def as_draft(assistant) -> DSparkDraftModel | None:
-    """The DSpark draft behind an assistant, bare or wrapped by PEFT; None for any other assistant."""
-    if isinstance(assistant, DSparkDraftModel):
-        return assistant
-    base = assistant.get_base_model() if hasattr(assistant, "get_base_model") else None
-    return base if isinstance(base, DSparkDraftModel) else None
+    """The DSpark draft behind an assistant, bare or wrapped (PEFT, torch.compile, data parallel); None for any other assistant."""
+    for _ in range(_MOST_WRAPPERS):
+        if assistant is None or isinstance(assistant, DSparkDraftModel):
+            return assistant
+        if hasattr(assistant, "get_base_model"):
+            assistant = assistant.get_base_model()
+        else:
+            inner = (getattr(assistant, name, None) for name in ("_orig_mod", "module", "model"))
+            assistant = next((module for module in inner if isinstance(module, torch.nn.Module)), None)
+    return None
 
 
 def moved_names(mixin: type = GenerationMixin) -> list[str]:
@@ -89,8 +96,9 @@ def _generate(
 ):  # fmt: skip
     if input_ids.shape[0] != 1:
         raise ValueError(f"generate() with a DSpark draft takes one prompt at a time, got a batch of {input_ids.shape[0]}")
-    if input_ids.shape[1] == 0 and model_kwargs.get("inputs_embeds") is None:
-        raise ValueError("the prompt is empty (input_ids of shape (1, 0)); give it at least one token, for example the tokenizer's bos_token_id")
+    embeds = model_kwargs.get("inputs_embeds")
+    if (input_ids if embeds is None else embeds).shape[1] == 0:
+        raise ValueError(f"the prompt is empty (input_ids of shape {tuple(input_ids.shape)}); give it at least one token, for example the bos token")
     if model_kwargs.get("cache") is None:
         raise ValueError("decoding with a DSpark draft needs a cache (use_cache=True and a target that supports one)")
     generator = DSparkCandidateGenerator(draft, target, generation_config, logits_processor)
@@ -105,6 +113,7 @@ def refuse_unsupported(target: PreTrainedModel, draft: DSparkDraftModel, generat
         "assistant_ensemble_weight": "it relaxes verification and changes the output",
         "prompt_lookup_num_tokens": "prompt lookup is another way of drafting; drop one of the two",
         "assistant_early_exit": "early exit is another way of drafting; drop one of the two",
+        "dola_layers": "it changes what the target predicts; decode with it alone",
         "speculation_type": "it selects a drafting method of transformers, whose blocks mean something else",
     }
     for name, reason in refusals.items():

@@ -30,6 +30,8 @@ def draft_options(draft: DSparkDraftModel) -> DraftOptions:
         ValueError: an unknown or impossible option in `draft.generation_config`; the message names it and its value.
     """
     knobs = draft.generation_config
+    if not isinstance(knobs, GenerationConfig):
+        raise ValueError(f"draft.generation_config must be a GenerationConfig, got {knobs!r}; change its options instead of replacing it")
     _refuse_misspelt(knobs)
     block_size = draft.config.block_size
     num_tokens = block_size if knobs.num_assistant_tokens is None else knobs.num_assistant_tokens

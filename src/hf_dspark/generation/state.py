@@ -1,5 +1,6 @@
 """What a draft knows of one target cache: its own keys and values, and target features it has not turned into them yet."""
 
+import copy
 import weakref
 from bisect import bisect_left
 from dataclasses import dataclass, field
@@ -33,6 +34,13 @@ class DraftState:
     slots: list[int] = field(default_factory=list)
     pending: list[_Pending] = field(default_factory=list)
     token_ids: torch.Tensor | None = None
+
+    def __deepcopy__(self, memo) -> "DraftState":
+        return DraftState(self.draft, *(copy.deepcopy(value, memo) for value in (self.cache, self.slots, self.pending, self.token_ids)))
+
+    def __reduce__(self):
+        # A cache written to disk is read without it; the draft then works on what the next call processes.
+        return type(None), ()
 
     @property
     def num_tokens(self) -> int:
