@@ -109,7 +109,10 @@ def test_verify_in_half_precision_says_what_it_allows(draft, capsys):
         (["generate", "--prompt", "x", "--target", "/nowhere"], "a draft is needed for the target '/nowhere'"),
         (["generate", "--prompt", "x", "--temperature", "0.5"], "temperature=0.5 has no effect on greedy decoding; add --do-sample"),
         (["verify", "--prompts", "/nowhere.jsonl"], "/nowhere.jsonl"),
-        (["verify", "--threads", "0"], "threads must be at least 1, got 0"),
+        (["verify", "--threads", "0"], "threads must lie between 1 and"),
+        (["verify", "--threads", "99999999"], "on this machine, got 99999999"),
+        (["generate", "--prompt", "x", "--draft", ""], "--draft '' names nothing"),
+        (["generate", "--prompt", "x", "--do-sample", "--top-p", "7"], "top-p must lie in (0, 1], got 7"),
         (["pretrain", "nowhere.yaml"], "there is no recipe nowhere.yaml"),
         (["pretrain", "recipes/stdlib_target.yaml", "--hiden-size", "3"], "did you mean hidden_size"),
         (["quickstart", "--pair", "/nowhere"], "/nowhere/draft: there is no such folder"),
@@ -122,7 +125,11 @@ def test_errors_are_one_line_without_a_traceback(arguments, message, capsys):
     assert error.startswith("hf-dspark: ") and message in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize(("prompt", "message"), [("", "the prompt is empty ''"), ("x = 1\n" * 1000, "the context of")], ids=["empty", "too long"])
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [("", "the prompt is empty ''"), ("x = 1\n" * 1000, "the context of"), ("x\udcff", "not valid UTF-8 (at character 1)")],
+    ids=["empty", "too long", "bytes"],
+)
 def test_impossible_prompts_are_refused(draft, capsys, prompt, message):
     assert main(["generate", *draft, "--prompt", prompt]) == 2
     assert message in capsys.readouterr().err

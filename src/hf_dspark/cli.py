@@ -1,6 +1,7 @@
 """The command line: `hf-dspark COMMAND --help`."""
 
 import argparse
+import os
 import shlex
 import sys
 import time
@@ -117,6 +118,8 @@ def _generate(arguments) -> int:
     sampling = {name: getattr(arguments, name) for name in ("temperature", "top_p", "top_k") if getattr(arguments, name) is not None}
     if sampling and not arguments.do_sample:
         raise ValueError(f"{', '.join(f'{name}={value:g}' for name, value in sampling.items())} has no effect on greedy decoding; add --do-sample")
+    if arguments.top_p is not None and not 0.0 < arguments.top_p <= 1.0:
+        raise ValueError(f"top-p must lie in (0, 1], got {arguments.top_p:g}")
     prompt = arguments.prompt if arguments.prompt is not None else _read_stdin()
     pair = _load(arguments)
     ids = encode(pair, prompt, arguments.raw)
@@ -191,8 +194,9 @@ def _read_stdin() -> str:
 def _set_threads(num_threads: int) -> None:
     import torch
 
-    if num_threads < 1:
-        raise ValueError(f"threads must be at least 1, got {num_threads}")
+    most = 4 * (os.cpu_count() or 1)
+    if not 1 <= num_threads <= most:
+        raise ValueError(f"threads must lie between 1 and {most} on this machine, got {num_threads}")
     torch.set_num_threads(num_threads)
 
 

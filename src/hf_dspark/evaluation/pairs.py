@@ -62,6 +62,9 @@ def load_pair(draft: str | None = None, target: str | None = None, dtype: str = 
     """
     if dtype not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
+    for name, value in (("--draft", draft), ("--target", target)):
+        if value == "":
+            raise ValueError(f"{name} '' names nothing; give a folder or a hub id")
     if draft is None and target is not None:
         raise ValueError(f"a draft is needed for the target {target!r}; name it with --draft (the bundled draft fits the bundled target alone)")
     bundled = bundled_pair()
@@ -93,6 +96,10 @@ def encode(pair: Pair, text: str, raw: bool = False) -> torch.Tensor:
     """
     if not text:
         raise ValueError("the prompt is empty ''; give it some text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the prompt is not valid UTF-8 (at character {error.start}); give it as text") from error
     if pair.tokenizer.chat_template and not raw:
         messages = [{"role": "user", "content": text}]
         ids = pair.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
