@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers.utils import cached_file
 
 __all__ = ["Checkpoint", "read_checkpoint", "save_folder"]
 
+_WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 TABLE_NAMES = ("embed_tokens.weight", "lm_head.weight")
 _HUB_OPTIONS = ("cache_dir", "force_download", "proxies", "token", "revision", "local_files_only", "subfolder")
 _FLOAT_TYPES = ("F64", "F32", "F16", "BF16")
@@ -133,6 +135,8 @@ def check_tensors(model_class, config, files: list[str], name: str) -> None:
 def save_folder(model, folder, extra: dict[str, torch.Tensor], save_pretrained, options: dict) -> None:
     """Writes into a temporary folder inside `folder`, then moves the files up; config.json leaves first and arrives last."""
     folder = Path(folder)
+    if options.get("variant") is not None:
+        raise ValueError(f"variant={options['variant']!r} is not supported: a draft's weights are in model.safetensors; save to a folder of its own")
     if folder.is_file():
         raise ValueError(f"save_pretrained needs a folder, but {folder} is a file")
     folder.mkdir(parents=True, exist_ok=True)
@@ -150,8 +154,9 @@ def save_folder(model, folder, extra: dict[str, torch.Tensor], save_pretrained, 
 def _replace_checkpoint(folder: Path, scratch: Path) -> None:
     (folder / "config.json").unlink(missing_ok=True)
     # A stale shard or index of an earlier save would be read in place of the new weights.
-    for stale in [*folder.glob("model*.safetensors"), *folder.glob("model.safetensors.index.json")]:
-        stale.unlink()
+    for stale in folder.iterdir():
+        if _WEIGHT_FILES.fullmatch(stale.name):
+            stale.unlink()
     written = sorted(path for path in scratch.rglob("*") if path.is_file())
     for path in sorted(written, key=lambda path: path.name == "config.json"):
         destination = folder / path.relative_to(scratch)

@@ -67,7 +67,8 @@ class DSparkAttention(nn.Module):
         if cache is not None:
             keys, values = cache.write(self.layer_idx, keys, values)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        dropout = self.attention_dropout if self.training else 0.0
+        # A draft that decodes between two training steps must not drop anything.
+        dropout = self.attention_dropout if self.training and cache is None else 0.0
         output, _ = attention(self, queries, keys, values, attention_mask, dropout=dropout, scaling=self.scaling)
         return self.o_proj(output.reshape(batch, num_rows, -1))
 

@@ -107,7 +107,7 @@ class TargetTables:
 
     def _head_difference(self, table: torch.Tensor) -> float:
         target = self.target
-        rows = torch.randn(4, table.shape[1], generator=torch.Generator().manual_seed(0)).to(target.device)
+        rows = torch.randn(4, table.shape[1], generator=torch.Generator().manual_seed(0), device="cpu").to(target.device)
         called = target.get_output_embeddings()(rows.to(target.dtype)).float()
         stored = torch.nn.functional.linear(rows.to(table.dtype), table).float()
         return ((called - stored).abs().max() / called.abs().max().clamp(min=1e-30)).item()

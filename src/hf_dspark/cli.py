@@ -15,6 +15,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     arguments.command_line = shlex.join(["hf-dspark", *argv])
     try:
+        _check_folder_of(getattr(arguments, "json", None))
         if getattr(arguments, "threads", None) is not None:
             _set_threads(arguments.threads)
         return arguments.command(arguments)
@@ -189,6 +190,13 @@ def _read_stdin() -> str:
     if sys.stdin.isatty():
         print("prompt (end with Ctrl-D on a line of its own):", file=sys.stderr)
     return sys.stdin.read().removesuffix("\n")
+
+
+def _check_folder_of(path: str | None) -> None:
+    """Before hours of work, not after them."""
+    folder = os.path.dirname(path or "")
+    if folder and not os.path.isdir(folder):
+        raise FileNotFoundError(f"--json {path}: there is no folder {folder}")
 
 
 def _set_threads(num_threads: int) -> None:

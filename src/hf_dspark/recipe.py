@@ -52,7 +52,9 @@ def read_recipe(argument_class: type, path: str, overrides: list[str] = ()):
 
 def _read_yaml(path: str) -> dict:
     bundled = Path(hf_dspark.recipes.__file__).parent
-    file = Path(path) if Path(path).exists() else bundled / Path(path).name
+    # A mistyped folder of the user's own must not run the package's recipe of the same name.
+    named_alone = Path(path).parent in (Path("."), Path("recipes"))
+    file = bundled / Path(path).name if named_alone and not Path(path).exists() else Path(path)
     if not file.is_file():
         brought = ", ".join(sorted(recipe.name for recipe in bundled.glob("*.yaml")))
         raise FileNotFoundError(f"there is no recipe {path}; the package brings {brought}")

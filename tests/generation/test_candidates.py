@@ -298,3 +298,17 @@ def test_the_generator_inside_the_loop_of_transformers(monkeypatch, sampling, do
     draft.drafted.clear()
     target.generate(PROMPT, assistant_model=draft, **options)
     assert draft.drafted == their_rounds and len(their_rounds) < 30
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_a_position_where_nothing_of_the_draft_is_allowed_ends_the_proposal(do_sample):
+    target = tiny_target()
+    draft = tiny_draft(target, draft_vocab_size=20)  # d2t of zeros: the first 20 tokens
+    options = dict(prefix_allowed_tokens_fn=lambda batch_id, ids: [40] if len(ids) % 3 else list(range(20)), max_new_tokens=12)
+    prompt = torch.tensor([[5, 9, 3, 17]])
+    with record_generation() as report:
+        ids = target.generate(prompt, assistant_model=draft, do_sample=do_sample, **options)
+    assert report.requests[0].draft_failure is None and report.rounds
+    assert ids[0, 4:].tolist() == [40 if length % 3 else ids[0, length].item() for length in range(4, 16)]
+    if not do_sample:
+        assert torch.equal(ids, target.generate(prompt, do_sample=False, **options))

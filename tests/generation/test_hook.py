@@ -243,9 +243,20 @@ def test_a_batch_is_refused(target, draft):
         target.generate(PROMPT.repeat(2, 1), assistant_model=draft, max_new_tokens=4)
 
 
-def test_an_assistant_tokenizer_is_refused(target, draft):
-    with pytest.raises(ValueError, match=r"assistant_tokenizer is not needed"):
-        target.generate(PROMPT, assistant_model=draft, max_new_tokens=4, tokenizer=object(), assistant_tokenizer=object())
+class Vocabulary:
+    def __init__(self, *tokens: str):
+        self.tokens = tokens
+
+    def get_vocab(self):
+        return {token: index for index, token in enumerate(self.tokens)}
+
+
+def test_an_assistant_tokenizer_of_another_vocabulary_is_refused(target, draft):
+    for tokenizers in (dict(assistant_tokenizer=Vocabulary("a")), dict(tokenizer=Vocabulary("a", "b"), assistant_tokenizer=Vocabulary("a"))):
+        with pytest.raises(ValueError, match=r"assistant_tokenizer must be the target's own"):
+            target.generate(PROMPT, assistant_model=draft, max_new_tokens=4, **tokenizers)
+    same = dict(tokenizer=Vocabulary("a", "b"), assistant_tokenizer=Vocabulary("a", "b"))
+    assert torch.equal(target.generate(PROMPT, assistant_model=draft, max_new_tokens=4, **same), target.generate(PROMPT, max_new_tokens=4))
 
 
 def test_an_encoder_decoder_is_refused(draft):

@@ -182,3 +182,17 @@ def test_only_the_folder_itself_is_written_to(target, tmp_path):
         draft.save_pretrained(folder)
     assert set(moved) == {str(folder)}
     assert [path.name for path in tmp_path.iterdir()] == ["volume"]
+
+
+def test_other_files_of_the_folder_stay(folder):
+    for name in ("model_backup.safetensors", "model.fp32.safetensors", "notes.txt"):
+        (folder / name).write_bytes(b"mine")
+    DSparkDraftModel.from_pretrained(folder).save_pretrained(folder)
+    assert all((folder / name).read_bytes() == b"mine" for name in ("model_backup.safetensors", "model.fp32.safetensors", "notes.txt"))
+
+
+def test_a_variant_is_refused_before_anything_is_touched(folder):
+    before = sorted(path.name for path in folder.iterdir())
+    with pytest.raises(ValueError, match="variant='fp16'"):
+        DSparkDraftModel.from_pretrained(folder).save_pretrained(folder, variant="fp16")
+    assert sorted(path.name for path in folder.iterdir()) == before

@@ -75,7 +75,8 @@ def draft_config(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ar
         rms_norm_eps=getattr(config, "rms_norm_eps", 1e-6),
         rope_parameters=_rope_parameters(config),
         max_position_embeddings=config.max_position_embeddings,
-        eos_token_id=target.generation_config.eos_token_id if target.generation_config.eos_token_id is not None else config.eos_token_id,
+        # transformers' pipelines compare these with the target's own.
+        eos_token_id=config.eos_token_id,
         bos_token_id=config.bos_token_id,
         pad_token_id=config.pad_token_id,
         intermediate_size=args.intermediate_size or getattr(config, "intermediate_size", None) or 4 * config.hidden_size,

@@ -84,6 +84,11 @@ def evaluate_pair(
         raise ValueError(f"temperature must be positive, got {temperature} (greedy decoding is measured anyway)")
     if max_new_tokens < 2:
         raise ValueError(f"max_new_tokens must be at least 2 (the first token is no round), got {max_new_tokens}")
+    context = pair.target.config.get_text_config().max_position_embeddings
+    if 1 + prompt_tokens + max_new_tokens > context:
+        raise ValueError(
+            f"prompt_tokens={prompt_tokens} and max_new_tokens={max_new_tokens} do not fit into the target's context of {context} tokens"
+        )
     prompts = held_out_prompts(pair, num_modules, prompt_tokens)
     greedy = accepted_on(pair, prompts, "greedy", max_new_tokens=max_new_tokens, do_sample=False)
     with seeded(seed, pair.target.device):

@@ -121,7 +121,11 @@ def read_prompts(path: str) -> list[str]:
         OSError: the file can't be read.
     """
     prompts = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:

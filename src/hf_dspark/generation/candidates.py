@@ -149,9 +149,9 @@ class DSparkCandidateGenerator(CandidateGenerator):
         # Sequential stage (eq. 4).
         ids, law = self._sequential_stage(hidden, input_ids)
         # Confidence prefix (eq. 7): c_k reads x_{k-1} and h_k, never x_k, so a cut before token k does not depend on it.
-        confidence = None
+        confidence, hidden = None, hidden[: len(ids)]
         if draft.confidence_head is not None and (self.keeps_confidence or self.options.survival_threshold or self.options.conditional_threshold):
-            confidence = self._confidence(hidden, torch.cat([block_ids[0, :1], ids[:-1]]))
+            confidence = self._confidence(hidden, torch.cat([block_ids[0, :1], ids])[: len(ids)])
             keep = self._confident_prefix(confidence)
             ids, confidence = ids[:keep], confidence[:keep]
         ids = ids.tolist()
@@ -175,6 +175,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
             if processors is not None:
                 prefix = torch.cat([input_ids, torch.stack(tokens)[None].to(input_ids.device)], dim=1) if tokens else input_ids
                 row, target_ids = processors(prefix, self._dense(row, target_ids, -torch.inf)[None].to(prefix.device))[0].to(hidden.device), None
+                if torch.isneginf(row).all():
+                    break  # nothing the draft can write is allowed here; the target goes on
             if self.samples_chain:
                 law = _finite(torch.softmax(row, dim=-1))
                 index = choose(law[None])[0]
@@ -186,7 +188,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             tokens.append(previous)
         if best:
             _finite(torch.stack(best))
-        return torch.stack(tokens), torch.stack(laws) if laws else None
+        return torch.stack(tokens) if tokens else input_ids.new_zeros(0), torch.stack(laws) if laws else None
 
     def _target_ids(self, draft_ids: torch.Tensor | None) -> torch.Tensor | None:
         """Columns of a row as ids of the target's vocabulary; None: the columns are those ids."""

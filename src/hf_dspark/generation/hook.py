@@ -138,8 +138,9 @@ def refuse_unsupported(target: PreTrainedModel, draft: DSparkDraftModel, generat
                 raise ValueError(f"{name}=True is not supported with a DSpark draft; output_scores and output_logits are")
     if mode_kwargs.get("synced_gpus"):
         raise ValueError("synced_gpus=True is not supported with a DSpark draft")
-    if mode_kwargs.get("assistant_tokenizer") is not None:
-        raise ValueError("assistant_tokenizer is not needed: a DSpark draft uses its target's vocabulary; leave it out")
+    own, given = mode_kwargs.get("tokenizer"), mode_kwargs.get("assistant_tokenizer")
+    if given is not None and (own is None or own.get_vocab() != given.get_vocab()):
+        raise ValueError("assistant_tokenizer must be the target's own tokenizer, whose vocabulary a DSpark draft uses; leave it out")
     if target.config.is_encoder_decoder:
         raise ValueError(f"{type(target).__name__} is an encoder-decoder; a DSpark draft needs a decoder-only target")
     if target._is_stateful:
