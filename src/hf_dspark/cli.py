@@ -242,7 +242,7 @@ def _add_quickstart(commands) -> None:
     parser.add_argument("--output", default=".", metavar="FOLDER", help="where quickstart.png goes (default: the current folder)")
     parser.add_argument("--json", metavar="FILE", help="write the figures to this file too")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="length of each text (default: %(default)s)")
-    parser.add_argument("--completions", type=int, default=3, metavar="N", help="texts (default: %(default)s)")
+    parser.add_argument("--completions", type=int, default=4, metavar="N", help="texts (default: %(default)s)")
     parser.add_argument("--runs", type=int, metavar="N", help="timed runs of each text (default: up to 5, as time allows)")
     parser.add_argument("--pair", metavar="FOLDER", help="another pair: a folder that holds 'target' and 'draft'")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: PyTorch's choice)")

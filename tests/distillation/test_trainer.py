@@ -175,7 +175,7 @@ def test_a_draft_with_another_output_head_is_refused(tmp_path):
     target = tiny_target()
     draft = tiny_draft(target)
     draft.stored_tables = {"lm_head.weight": torch.randn(VOCAB, 32)}
-    with pytest.raises(ValueError, match="an output head .lm_head.weight. that differs from the target's"):
+    with pytest.raises(ValueError, match=r"an output head .lm_head.weight. that differs from the target's"):
         make_trainer(tmp_path, target, draft)
 
 

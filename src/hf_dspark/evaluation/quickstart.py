@@ -81,7 +81,7 @@ def _ids(output: torch.Tensor, name: str, report: GenerationReport) -> list[int]
     return output[0].tolist()
 
 
-def quickstart(pair: Pair, output: str = ".", max_new_tokens: int = 128, num_completions: int = 3, num_runs: int | None = None) -> dict:
+def quickstart(pair: Pair, output: str = ".", max_new_tokens: int = 128, num_completions: int = 4, num_runs: int | None = None) -> dict:
     """Prints completions, the table and where the plot is; returns the figures. Writes `quickstart.png` into the folder `output` alone.
 
     Raises:

@@ -126,13 +126,14 @@ class Request:
         """Accepts drafts until the first is replaced or the text ends; returns how many tokens were written."""
         rows = outputs.logits[0, -1 - len(proposal.ids) :]  # (1 + drafts, vocab)
         plain = not self.logits_processor and not self.generation_config.do_sample
-        best = rows.argmax(dim=-1).tolist() if plain else None  # greedy needs no fp32 copy of the logits
+        # Greedy needs no fp32 copy of the logits; a device answers once for all rows, a CPU only for those before the first rejection.
+        best = rows.argmax(dim=-1).tolist() if plain and rows.device.type != "cpu" else None
         tokens, accepted = [], 0
         for k, draft_id in enumerate([*proposal.ids, None]):
             self.num_begun = k + 1
             scores = self._scores(rows[k], tokens, plain)
             if plain:
-                token = best[k]
+                token = rows[k].argmax().item() if best is None else best[k]
             else:
                 law = None if proposal.law is None or draft_id is None else proposal.law[k]
                 token = accept_or_replace(scores, self.generation_config.do_sample, draft_id, law)
