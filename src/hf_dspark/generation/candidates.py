@@ -90,7 +90,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             layers = [layer[:, real.to(layer.device)] for layer in layers]
         # input_ids holds the whole text unless only its new part, or embeddings, were passed.
         self.state = draft_state(self.draft, self._target_cache, past, input_ids)
-        self.missing_context_tokens = max(0, past - (self._num_padded if attention_mask is not None else 0) - self.state.num_tokens)
+        self.missing_context_tokens = max(0, past - self._num_padded - self.state.num_tokens)
         self.state.append(layers, list(slots), list(positions))
 
     def observe_verification(self, outputs, num_kept: int) -> None:
@@ -163,6 +163,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         logits, columns = draft.base_logits(hidden), None
         if logits.shape[-1] > _LARGE_VOCABULARY:
             logits, columns = logits.topk(_NUM_BEST, dim=-1)
+        reachable_ids = self._target_ids(columns)
         processors = draft_processors(self.processors) if len(self.processors) else None
         tokens, laws, best, state = [], [], [], None
         previous = input_ids[0, -1].to(hidden.device)
@@ -171,7 +172,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             if head is not None:
                 features, state = head.features(head.markov_w1(previous), hidden[k], state)
                 row = row + head.bias(features, None if columns is None else columns[k]).float()
-            target_ids = self._target_ids(None if columns is None else columns[k])
+            target_ids = reachable_ids if columns is None else reachable_ids[k]
             if processors is not None:
                 prefix = torch.cat([input_ids, torch.stack(tokens)[None].to(input_ids.device)], dim=1) if tokens else input_ids
                 row, target_ids = processors(prefix, self._dense(row, target_ids, -torch.inf)[None].to(prefix.device))[0].to(hidden.device), None
@@ -191,7 +192,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         return torch.stack(tokens) if tokens else input_ids.new_zeros(0), torch.stack(laws) if laws else None
 
     def _target_ids(self, draft_ids: torch.Tensor | None) -> torch.Tensor | None:
-        """Columns of a row as ids of the target's vocabulary; None: the columns are those ids."""
+        """`draft_ids`, or for None all of the draft's vocabulary, as ids of the target's; None: each column is its own id."""
         if self.draft.config.draft_vocab_size is None:
             return draft_ids
         if draft_ids is None:
