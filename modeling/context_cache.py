@@ -2,7 +2,10 @@
 
 import torch
 
-__all__ = ["ContextCache"]
+__all__ = ["ContextCache", "PackedContext"]
+
+# Rows of the block, and the keys and values (1, kv_heads, length, head_dim) that they attend to.
+Segment = tuple[slice, torch.Tensor, torch.Tensor]
 
 
 class ContextCache:
@@ -25,6 +28,10 @@ class ContextCache:
         self._values[layer_idx][:, :, self.length : end] = values
         return self._keys[layer_idx][:, :, :end], self._values[layer_idx][:, :, :end]
 
+    def segments(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> list[Segment]:
+        """`write`, and all rows of the block attend to what it returns."""
+        return [(slice(None), *self.write(layer_idx, keys, values))]
+
     def advance(self, rows: int) -> None:
         """Keeps the first `rows` of the rows written last as context."""
         self.length += rows
@@ -41,6 +48,26 @@ class ContextCache:
         if buffer is not None:
             grown[:, :, : self.length] = buffer[:, :, : self.length]
         return grown
+
+
+class PackedContext:
+    """Several requests in one row: first the new context of each, then the block of each, which attends to its own context alone."""
+
+    def __init__(self, caches: list[ContextCache], num_new: list[int], block_size: int):
+        self.caches, self.block_size = caches, block_size
+        self.sizes = [*num_new, *[block_size] * len(caches)]
+
+    def segments(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> list[Segment]:
+        """Writes (1, kv_heads, rows, head_dim) behind the context of the request that each row belongs to."""
+        if len(self.caches) == 1:
+            return self.caches[0].segments(layer_idx, keys, values)
+        count, segments = len(self.caches), []
+        keys, values = keys.split(self.sizes, dim=2), values.split(self.sizes, dim=2)
+        for i, cache in enumerate(self.caches):
+            own_keys, own_values = (torch.cat([rows[i], rows[count + i]], dim=2) for rows in (keys, values))
+            rows = slice(i * self.block_size, (i + 1) * self.block_size)
+            segments.append((rows, *cache.write(layer_idx, own_keys, own_values)))
+        return segments
 
 
 def _writable(buffer: torch.Tensor, rows: torch.Tensor) -> bool:

@@ -51,10 +51,10 @@ class MarkovHead(nn.Module):
         return torch.stack(outputs, dim=-2)
 
     def bias(self, features: torch.Tensor, columns: torch.Tensor | None = None) -> torch.Tensor:
-        """W2 features: (rank,) -> (vocab,), or only the rows `columns` (m,) of W2 -> (m,)."""
+        """W2 features: (rows, rank) -> (rows, vocab), or only the rows `columns` (rows, m) of W2 -> (rows, m)."""
         if columns is None:
             return self.markov_w2(features)
-        return nn.functional.embedding(columns, self.markov_w2.weight) @ features
+        return (nn.functional.embedding(columns, self.markov_w2.weight) @ features[..., None])[..., 0]
 
 
 class ConfidenceHead(nn.Module):

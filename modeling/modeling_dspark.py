@@ -18,7 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwe
 
 from .checkpoints import read_checkpoint, save_folder
 from .configuration_dspark import DSparkConfig
-from .context_cache import ContextCache
+from .context_cache import ContextCache, PackedContext
 from .heads import ConfidenceHead, MarkovHead
 from .target_tables import TargetTables, check_fit
 
@@ -52,7 +52,7 @@ class DSparkAttention(nn.Module):
         context_features: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         attention_mask: torch.Tensor | None,
-        cache: ContextCache | None,
+        cache: ContextCache | PackedContext | None,
     ) -> torch.Tensor:
         """`rows` (batch, rows, hidden) normed, `context_features` (batch, new, hidden) -> (batch, rows, hidden)."""
         batch, num_rows, _ = rows.shape
@@ -64,12 +64,15 @@ class DSparkAttention(nn.Module):
         keys = keys * cos + rotate_half(keys) * sin
         cos, sin = cos[:, :, -num_rows:], sin[:, :, -num_rows:]
         queries = queries * cos + rotate_half(queries) * sin
-        if cache is not None:
-            keys, values = cache.write(self.layer_idx, keys, values)
+        segments = [(slice(None), keys, values)] if cache is None else cache.segments(self.layer_idx, keys, values)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         # A draft that decodes between two training steps must not drop anything.
         dropout = self.attention_dropout if self.training and cache is None else 0.0
-        output, _ = attention(self, queries, keys, values, attention_mask, dropout=dropout, scaling=self.scaling)
+        outputs = [
+            attention(self, queries[:, :, own], keys, values, attention_mask, dropout=dropout, scaling=self.scaling)[0]
+            for own, keys, values in segments
+        ]
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)  # (batch, rows, heads, head_dim)
         return self.o_proj(output.reshape(batch, num_rows, -1))
 
 
@@ -169,7 +172,7 @@ class DSparkDraftModel(PreTrainedModel):
         context_features: torch.Tensor,
         position_ids: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
-        cache: ContextCache | None = None,
+        cache: ContextCache | PackedContext | None = None,
     ) -> torch.Tensor:
         """The parallel stage over `rows` block positions.
 
@@ -178,7 +181,8 @@ class DSparkDraftModel(PreTrainedModel):
             context_features: (batch, new, hidden), of the tokens that `cache` does not hold yet.
             position_ids: (batch, new + rows) long, true positions of the context features, then of the block.
             attention_mask: what the attention implementation takes, over (rows, context + rows); None: everything is seen.
-            cache: the draft's keys and values; new ones are written behind it, `cache.advance(new)` keeps the context's.
+            cache: the draft's keys and values; new ones are written behind it, `cache.advance(new)` keeps the context's. A
+                [`PackedContext`] holds those of several requests, whose blocks (and contexts) follow one another in one row.
 
         Returns:
             h (batch, rows, hidden) after the final norm, which feeds the output head and the heads of the sequential stage.

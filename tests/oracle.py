@@ -13,6 +13,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_dspark import DSparkConfig, DSparkDraftModel, GenerationReport, record_generation
+from hf_dspark.generation import decoding
+from hf_dspark.generation.candidates import Proposal
 
 VOCAB = 64
 
@@ -69,9 +71,20 @@ def tiny_draft(target, draft_class=DSparkDraftModel, seed: int = 1, **options):
 
 
 class ScriptedDraft(DSparkDraftModel):
-    """Drafts `script(position, slot)` at every true position; `drafted` collects (anchor position, tokens) of each round."""
+    """Drafts `script(position, slot)` at every true position; `drafted` collects (anchor position, tokens) of each block drafted.
+
+    In a packed forward each block is drafted for itself, in order. `script` serves all of them unless `texts` holds the whole text of
+    each row (without padding; prompt and continuation) and `scripts` a script for each: a block then gets the script of the first row
+    whose text has the block's anchor at the anchor's position, a row that no block of this forward has yet before one that has. Where
+    that picks another row's script, or where no row fits (the first one's script), drafts are rejected; the output is the target's.
+
+        draft.texts = [plain_row0, plain_row1]
+        draft.scripts = [right_with_probability(text, seed=row) for row, text in enumerate(draft.texts)]
+    """
 
     script: Callable[[int, int], int] | None = None
+    texts: list[list[int]] | None = None
+    scripts: list[Callable[[int, int], int]] | None = None
 
     def __init__(self, config):
         super().__init__(config)
@@ -79,17 +92,31 @@ class ScriptedDraft(DSparkDraftModel):
         self.widths: list[int] = []
 
     def forward(self, block_ids, context_features, position_ids, attention_mask=None, cache=None):
-        self.anchor_position = position_ids[0, -block_ids.shape[1]].item()
+        size = self.config.block_size
+        self.anchors = list(zip(position_ids[0, -block_ids.shape[1] :: size].tolist(), block_ids[0, ::size].tolist()))
         self.widths.append(context_features.shape[1])
         return super().forward(block_ids, context_features, position_ids, attention_mask, cache)
 
     def base_logits(self, hidden):
         logits = super().base_logits(hidden)
-        tokens = [self.script(self.anchor_position + 1 + slot, slot) for slot in range(hidden.shape[0])]
-        self.drafted.append((self.anchor_position, tokens))
+        num_drafts = hidden.shape[0] // len(self.anchors)
+        tokens = []
+        for (position, _), script in zip(self.anchors, self._scripts_of_blocks()):
+            drafted = [script(position + 1 + slot, slot) for slot in range(num_drafts)]
+            self.drafted.append((position, drafted))
+            tokens += drafted
         scripted = torch.full_like(logits, -5.0)
         scripted[torch.arange(len(tokens)), torch.tensor(tokens)] = 5.0
         return scripted
+
+    def _scripts_of_blocks(self) -> list[Callable[[int, int], int]]:
+        if self.texts is None:
+            return [self.script] * len(self.anchors)
+        rows = []
+        for position, token in self.anchors:
+            fitting = [row for row, text in enumerate(self.texts) if text[position : position + 1] == [token]]
+            rows.append(next((row for row in fitting if row not in rows), fitting[0] if fitting else 0))
+        return [self.scripts[row] for row in rows]
 
 
 def right_with_probability(text: list[int], probability: float = 0.7, seed: int = 0, vocab: int = VOCAB) -> Callable[[int, int], int]:
@@ -204,6 +231,20 @@ def spy(monkeypatch, owner, name: str, note: Callable) -> None:
     monkeypatch.setattr(owner, name, spied)
 
 
+def watch_proposals(monkeypatch) -> list[tuple[list[int], Proposal]]:
+    """(text so far, proposal) of every request in every round that the loop asks drafts for, from here on; the test may clear it."""
+    collected = []
+    propose_all = decoding.propose_all
+
+    def watched(generators, texts, budgets):
+        proposals = propose_all(generators, texts, budgets)
+        collected.extend((text[0].tolist(), proposal) for text, proposal in zip(texts, proposals, strict=True))
+        return proposals
+
+    monkeypatch.setattr(decoding, "propose_all", watched)
+    return collected
+
+
 def walk_every_outcome(monkeypatch, run: Callable[[], tuple]) -> dict[tuple, float]:
     """The exact law of `run()`: it is called once for every outcome of the one seam that draws random numbers, depth first."""
     law: dict[tuple, float] = {}
@@ -211,7 +252,7 @@ def walk_every_outcome(monkeypatch, run: Callable[[], tuple]) -> dict[tuple, flo
     path: list[int] = []
     probability = 1.0
 
-    def scripted(weights: torch.Tensor) -> torch.Tensor:
+    def scripted(weights: torch.Tensor, generator=None) -> torch.Tensor:
         nonlocal probability
         assert weights.shape[0] == 1 and bool((weights >= 0).all())
         outcomes = (weights[0].double() / weights[0].double().sum()).tolist()

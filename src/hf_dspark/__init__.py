@@ -5,9 +5,10 @@ no file. `target.generate(..., assistant_model=draft)` then decodes with a [`DSp
 """
 
 from hf_dspark.generation.hook import install
+from hf_dspark.generation.queue import Completion, generate_many
 from hf_dspark.generation.report import GenerationReport, record_generation
 from hf_dspark.modeling import DSparkConfig, DSparkDraftModel
 
-__all__ = ["DSparkConfig", "DSparkDraftModel", "GenerationReport", "record_generation"]
+__all__ = ["Completion", "DSparkConfig", "DSparkDraftModel", "GenerationReport", "generate_many", "record_generation"]
 
 install()

@@ -1,6 +1,7 @@
 """Text by the target itself."""
 
 import json
+from functools import wraps
 
 import pytest
 import torch
@@ -50,19 +51,33 @@ def test_rows_are_repeatable_and_sampled_ones_depend_on_the_seed(target_folder):
     assert regenerate(arguments(target_folder, seed=2)).read_text() != first
 
 
-def test_nothing_under_the_name_before_all_rows_are_there(target_folder, monkeypatch):
-    calls = iter(range(10))
-    generate = Qwen3ForCausalLM.generate
+def test_an_interrupted_run_leaves_no_file_and_goes_on_where_it_stopped(target_folder, monkeypatch):
+    whole = regenerate(arguments(target_folder)).read_text()
+    path = target_folder.parent / "out" / "rows.jsonl"
+    path.unlink()
+    calls = iter(range(100))
+    forward = Qwen3ForCausalLM.forward
 
+    @wraps(forward)  # generate() reads its signature
     def stopping(self, *args, **kwargs):
-        if next(calls) == 1:
+        if next(calls) == 30:  # the first rows are done after 20 steps
             raise KeyboardInterrupt
-        return generate(self, *args, **kwargs)
+        return forward(self, *args, **kwargs)
 
-    monkeypatch.setattr(Qwen3ForCausalLM, "generate", stopping)
-    with pytest.raises(KeyboardInterrupt):
-        regenerate(arguments(target_folder))
-    assert not (target_folder.parent / "out" / "rows.jsonl").exists()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt, match="3 of 6 rows are kept"):
+        patch.setattr(Qwen3ForCausalLM, "forward", stopping)
+        regenerate(arguments(target_folder, batch_size=3))
+    unfinished = path.with_name("rows.jsonl.unfinished")
+    assert not path.exists() and len(unfinished.read_text().splitlines()) == 3
+    unfinished.write_text(unfinished.read_text() + '{"input_ids": [1, 2')  # a row that was being written
+    assert regenerate(arguments(target_folder)).read_text() == whole and not unfinished.exists()
+
+
+def test_rows_of_another_run_are_not_kept(target_folder):
+    path = target_folder.parent / "out" / "rows.jsonl"
+    path.parent.mkdir()
+    path.with_name("rows.jsonl.unfinished").write_text('{"input_ids": [7, 7, 7, 7, 7, 7]}\n')
+    assert [7] * 6 not in [json.loads(line)["input_ids"] for line in regenerate(arguments(target_folder)).read_text().splitlines()]
 
 
 @pytest.mark.parametrize("change", [{"greedy_share": 1.5}, {"num_rows": 0}, {"new_tokens": -1}], ids=str)

@@ -8,8 +8,8 @@ import torch
 from evaluation.tiny_pair import letter_pair
 from hf_dspark.cli import main
 from hf_dspark.evaluation.lossless import Text, _budgets_inside_blocks, _stops_inside_blocks, first_difference, unit_in_last_place
-from hf_dspark.generation import candidates, steps
-from hf_dspark.generation.candidates import DSparkCandidateGenerator, Proposal
+from hf_dspark.generation import candidates, decoding, steps
+from hf_dspark.generation.candidates import Proposal
 from hf_dspark.generation.decoding import Request
 from hf_dspark.generation.report import RequestRecord, RoundRecord
 
@@ -25,31 +25,36 @@ def pair(monkeypatch):
 
 
 def softmax_law_for_argmax(monkeypatch):
-    propose = DSparkCandidateGenerator.propose
+    propose_all = decoding.propose_all
 
-    def faulty(self, input_ids, max_tokens):
-        if self.samples_chain:
-            return propose(self, input_ids, max_tokens)
-        self.samples_chain = True
+    def faulty(generators, texts, budgets):
+        chosen_by_argmax = [generator for generator in generators if not generator.samples_chain]
+        if not chosen_by_argmax:
+            return propose_all(generators, texts, budgets)
+        assert chosen_by_argmax == generators
+        for generator in generators:
+            generator.samples_chain = True
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(candidates, "choose", lambda weights: weights.argmax(dim=-1))
-            proposal = propose(self, input_ids, max_tokens)
-        self.samples_chain = False
-        return proposal
+            patch.setattr(candidates, "choose", lambda weights, random=None: weights.argmax(dim=-1))
+            proposals = propose_all(generators, texts, budgets)
+        for generator in generators:
+            generator.samples_chain = False
+        return proposals
 
-    monkeypatch.setattr(DSparkCandidateGenerator, "propose", faulty)
+    monkeypatch.setattr(decoding, "propose_all", faulty)
 
 
 def law_without_temperature(monkeypatch):
-    propose = DSparkCandidateGenerator.propose
+    propose_all = decoding.propose_all
 
-    def faulty(self, input_ids, max_tokens):
-        proposal = propose(self, input_ids, max_tokens)
-        if proposal.law is not None:
-            proposal.law = torch.softmax(TEMPERATURE * proposal.law.log(), dim=-1)
-        return proposal
+    def faulty(generators, texts, budgets):
+        proposals = propose_all(generators, texts, budgets)
+        for proposal in proposals:
+            if proposal.law is not None:
+                proposal.law = torch.softmax(TEMPERATURE * proposal.law.log(), dim=-1)
+        return proposals
 
-    monkeypatch.setattr(DSparkCandidateGenerator, "propose", faulty)
+    monkeypatch.setattr(decoding, "propose_all", faulty)
 
 
 def crop_one_too_few(monkeypatch):
@@ -80,15 +85,15 @@ def overrun_of_the_budget(monkeypatch):
 
 
 def scheduler_that_looks_back(monkeypatch):
-    draft_round = DSparkCandidateGenerator._draft_round
+    whole = candidates._Drafter.proposal
 
-    def faulty(self, input_ids, max_tokens):
-        proposal = draft_round(self, input_ids, max_tokens)
+    def faulty(self, confidence):
+        proposal = whole(self, confidence)
         unlikely = [k for k, token in enumerate(proposal.ids) if proposal.law is not None and proposal.law[k][token] < 0.3]
         keep = unlikely[0] if unlikely else len(proposal.ids)
         return Proposal(proposal.ids[:keep], None if proposal.law is None else proposal.law[:keep], (proposal.confidence or [])[:keep])
 
-    monkeypatch.setattr(DSparkCandidateGenerator, "_draft_round", faulty)
+    monkeypatch.setattr(candidates._Drafter, "proposal", faulty)
 
 
 def test_a_right_pair_passes(pair, capsys, tmp_path):
@@ -157,7 +162,7 @@ def test_a_failing_draft_is_no_lossless_verdict(pair, monkeypatch, capsys):
     def broken(*_):
         raise RuntimeError("out of order")
 
-    monkeypatch.setattr(DSparkCandidateGenerator, "_draft_round", broken)
+    monkeypatch.setattr(candidates, "_block_hidden", broken)
     assert main([*COMMAND, "--samples", "0"]) == 1
     assert "out of order" in capsys.readouterr().out
 

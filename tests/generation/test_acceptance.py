@@ -311,7 +311,7 @@ def test_a_zero_residual_falls_back_to_the_targets_law(monkeypatch):
     """Rounding can reject where both laws are the same; there is nothing positive to draw from then."""
     seen = []
 
-    def scripted(weights):
+    def scripted(weights, generator=None):
         seen.append(weights[0].tolist())
         return torch.tensor([0])
 

@@ -16,6 +16,7 @@ from oracle import (
     tiny_draft,
     tiny_target,
     walk_every_outcome,
+    watch_proposals,
 )
 from reference import naive_draft
 from safetensors.torch import load_file
@@ -79,16 +80,15 @@ def test_first_round_of_each_prompt(reference):
 
 def test_first_proposal_of_each_prompt(reference, monkeypatch):
     target, draft, expected, tensors, _ = reference
-    proposals = []
-    propose = DSparkCandidateGenerator.propose
-    monkeypatch.setattr(DSparkCandidateGenerator, "propose", lambda self, *args: (proposals.append(propose(self, *args)), proposals[-1])[1])
+    rounds = watch_proposals(monkeypatch)
     for index, prompt in enumerate(expected["prompts"]):
-        proposals.clear()
+        rounds.clear()
         with record_generation():  # asks for the confidences
             target.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=16, eos_token_id=None, assistant_model=draft)
-        assert proposals[0].ids == tensors[f"round{index}.draft_ids"][0].tolist()
+        _, proposal = rounds[0]
+        assert proposal.ids == tensors[f"round{index}.draft_ids"][0].tolist()
         if draft.confidence_head is not None:
-            stated = torch.tensor(proposals[0].confidence)
+            stated = torch.tensor(proposal.confidence)
             assert close(stated, tensors[f"round{index}.confidence_logits"][0].sigmoid())
 
 
@@ -152,15 +152,7 @@ def test_every_round_drafts_what_the_naive_version_drafts_from_the_text_alone(mo
     draft = talkative(tiny_draft(target, num_key_value_heads=1, **options))
     if draft.config.draft_vocab_size is not None:
         draft.d2t.copy_(torch.arange(20) * 2 + 3)  # the target's tokens 3, 6, 9, ..., 60
-    rounds = []
-    propose = DSparkCandidateGenerator.propose
-
-    def noting(self, input_ids, max_tokens):
-        proposal = propose(self, input_ids, max_tokens)
-        rounds.append((input_ids[0].tolist(), proposal))
-        return proposal
-
-    monkeypatch.setattr(DSparkCandidateGenerator, "propose", noting)
+    rounds = watch_proposals(monkeypatch)
     padded, mask = torch.cat([torch.zeros(1, 2, dtype=torch.long), PROMPT], dim=1), torch.tensor([[0, 0, 1, 1, 1, 1]])
     for num_padded, inputs in ((0, dict(input_ids=PROMPT)), (2, dict(input_ids=padded, attention_mask=mask))):
         rounds.clear()
@@ -176,7 +168,7 @@ def test_every_round_drafts_what_the_naive_version_drafts_from_the_text_alone(mo
 @pytest.fixture
 def best_of_few(monkeypatch):
     """Makes 64 tokens a large vocabulary, of which the sequential stage sees the best six at each position."""
-    monkeypatch.setattr(candidates, "_LARGE_VOCABULARY", 8)
+    monkeypatch.setattr(candidates, "LARGE_VOCABULARY", 8)
     monkeypatch.setattr(candidates, "_NUM_BEST", 6)
 
 
@@ -201,7 +193,7 @@ def test_large_vocabulary_drafts_what_the_whole_vocabulary_would_where_the_best_
     draft = talkative(tiny_draft(target))
     reports = []
     for large in (10_000, 8):
-        monkeypatch.setattr(candidates, "_LARGE_VOCABULARY", large)
+        monkeypatch.setattr(candidates, "LARGE_VOCABULARY", large)
         monkeypatch.setattr(candidates, "_NUM_BEST", 64)
         reports.append(compare_greedy(target, draft, input_ids=PROMPT, max_new_tokens=30).report)
     assert [(r.drafted, r.accepted) for r in reports[0].rounds] == [(r.drafted, r.accepted) for r in reports[1].rounds]
@@ -211,7 +203,7 @@ def test_large_vocabulary_drafts_what_the_whole_vocabulary_would_where_the_best_
 @pytest.mark.parametrize("options", [{}, dict(temperature=0.6, top_k=3), dict(top_p=0.8)], ids=str)
 @pytest.mark.parametrize("sampling", ["chain", "argmax"])
 def test_large_vocabulary_keeps_the_law(monkeypatch, sampling, options):
-    monkeypatch.setattr(candidates, "_LARGE_VOCABULARY", 3)
+    monkeypatch.setattr(candidates, "LARGE_VOCABULARY", 3)
     monkeypatch.setattr(candidates, "_NUM_BEST", 2)
     target = tiny_target(2, vocab_size=4, hidden_size=8, num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=2)
     draft = talkative(tiny_draft(target, block_size=2, target_layer_ids=[0]))
@@ -226,7 +218,7 @@ def test_large_vocabulary_keeps_the_law(monkeypatch, sampling, options):
 
 
 def test_large_vocabulary_of_a_draft_with_a_reduced_one(monkeypatch):
-    monkeypatch.setattr(candidates, "_LARGE_VOCABULARY", 3)
+    monkeypatch.setattr(candidates, "LARGE_VOCABULARY", 3)
     monkeypatch.setattr(candidates, "_NUM_BEST", 2)
     target = tiny_target(2, vocab_size=5, hidden_size=8, num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=2)
     draft = talkative(tiny_draft(target, block_size=2, target_layer_ids=[0], draft_vocab_size=4))

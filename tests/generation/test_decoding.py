@@ -331,11 +331,6 @@ def test_bf16_parts_from_plain_at_near_ties_only(seed):
         assert best.values[0] - best.values[1] <= 4 * torch.finfo(torch.bfloat16).eps * best.values.abs().max()
 
 
-def test_a_batch_is_refused_in_one_sentence(target, draft):
-    with pytest.raises(ValueError, match="one prompt at a time, got a batch of 2"):
-        target.generate(PROMPT.repeat(2, 1), do_sample=False, max_new_tokens=4, assistant_model=draft)
-
-
 def test_an_empty_prompt_is_refused(target, draft):
     with pytest.raises(ValueError, match=r"empty|prompt"):
         target.generate(torch.zeros(1, 0, dtype=torch.long), do_sample=False, max_new_tokens=4, assistant_model=draft)

@@ -122,7 +122,7 @@ def test_a_thousand_faults_in_random_rounds(target, draft, caplog):
         draft.drafted.clear()
 
 
-@pytest.mark.parametrize("name", ["append", "take_pending", "truncate"])
+@pytest.mark.parametrize("name", ["append", "pending_layers", "settle", "truncate"])
 def test_a_fault_in_the_drafts_own_bookkeeping(target, draft, monkeypatch, name, caplog):
     """Keeping features takes memory too."""
 

@@ -203,7 +203,6 @@ REFUSED = {
     "threshold": (dict(assistant_confidence_threshold=0.9), r"threshold=0\.9.*draft\.generation_config\.assistant_confidence_threshold"),
     "threshold 0": (dict(assistant_confidence_threshold=0.0), r"threshold=0\.0.*draft\.generation_config"),
     "synced_gpus": (dict(synced_gpus=True), r"synced_gpus=True"),
-    "num_return_sequences": (dict(num_return_sequences=2, do_sample=True), r"num_return_sequences=2"),
     "output_hidden_states": (dict(return_dict_in_generate=True, output_hidden_states=True), r"output_hidden_states=True"),
     "output_attentions": (dict(return_dict_in_generate=True, output_attentions=True), r"output_attentions=True"),
     "dola_layers": (dict(dola_layers="high"), r"dola_layers='high'"),
@@ -238,9 +237,41 @@ def test_values_that_transformers_fills_in_are_no_request(target, draft):
         assert torch.equal(target.generate(PROMPT, assistant_model=draft, max_new_tokens=8, **arguments), expected)
 
 
-def test_a_batch_is_refused(target, draft):
-    with pytest.raises(ValueError, match=r"one prompt at a time, got a batch of 2"):
-        target.generate(PROMPT.repeat(2, 1), assistant_model=draft, max_new_tokens=4)
+@pytest.mark.parametrize(
+    "rows", [dict(inputs=PROMPT.repeat(2, 1)), dict(inputs=PROMPT, num_return_sequences=2, do_sample=True)], ids=["batch", "copies"]
+)
+def test_a_streamer_for_a_batch_is_refused(target, draft, rows):
+    with pytest.raises(ValueError, match=r"a streamer takes one text, got a batch of 2"):
+        target.generate(**rows, assistant_model=draft, max_new_tokens=4, streamer=Listener())
+
+
+class Listener(transformers.generation.streamers.BaseStreamer):
+    """Takes whatever it is given, where a TextStreamer refuses a batch by itself."""
+
+    def put(self, value): ...
+
+    def end(self): ...
+
+
+@pytest.mark.parametrize("where", ["arguments", "generation_config", "target"])
+def test_several_sequences_of_one_prompt_reach_the_library(draft, where):
+    """transformers refuses them beside any assistant, before it would decode."""
+    target, knobs, call = tiny_target(), dict(num_return_sequences=2, do_sample=True, top_k=0), dict(max_new_tokens=12)
+    with pytest.raises(ValueError, match="num_return_sequences"):
+        target.generate(PROMPT, assistant_model=tiny_target(seed=3), **call, **knobs)
+    if where == "arguments":
+        call |= knobs
+    elif where == "generation_config":
+        call = dict(generation_config=transformers.GenerationConfig(**call, **knobs))
+    else:
+        for name, value in knobs.items():
+            setattr(target.generation_config, name, value)
+    torch.manual_seed(0)
+    with record_generation() as report:
+        ids = target.generate(PROMPT, assistant_model=draft, **call)
+    assert ids.shape == (2, PROMPT.shape[1] + 12) and torch.equal(ids[:, : PROMPT.shape[1]], PROMPT.repeat(2, 1))
+    assert ids[0].tolist() != ids[1].tolist()
+    assert [request.new_tokens for request in report.requests] == [12, 12] and all(request.rounds for request in report.requests)
 
 
 class Vocabulary:

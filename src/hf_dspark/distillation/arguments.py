@@ -22,8 +22,8 @@ class DistillationArguments(TrainingArguments):
         default="stdlib",
         metadata={"help": "'stdlib' (Python's standard library), a .jsonl file of `text` or `input_ids`, or a .txt file of paragraphs."},
     )
-    extra_rows: str | None = field(
-        default=None, metadata={"help": "A .jsonl file of `input_ids`, as `hf-dspark regenerate` writes, to train on besides the dataset."}
+    extra_rows: list[str] | None = field(
+        default=None, metadata={"help": ".jsonl files of `input_ids`, as `hf-dspark regenerate` writes, to train on besides the dataset."}
     )
     num_held_out: int = field(
         default=96,
@@ -74,6 +74,8 @@ class DistillationArguments(TrainingArguments):
         if not self.target:
             raise ValueError(f"target must be a model folder or a Hub id, got {self.target!r}")
         self._check_numbers()
+        if isinstance(self.extra_rows, str):  # one file, written without brackets
+            self.extra_rows = [self.extra_rows]
         if self.save_dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"save_dtype must be bfloat16, float16 or float32, got {self.save_dtype!r}")
         if self.remove_unused_columns:

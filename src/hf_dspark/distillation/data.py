@@ -28,8 +28,8 @@ def load_rows(args: DistillationArguments, tokenizer: PreTrainedTokenizerBase) -
         parts = _split_file(args.dataset, args.num_held_out)
     shortest = args.block_size + 2
     train, held_out = (cut_rows(part, tokenizer, args.max_length, shortest) for part in parts)
-    if args.extra_rows is not None:
-        train = concatenate_datasets([train, cut_rows(_read_rows(args.extra_rows), tokenizer, args.max_length, shortest)])
+    extra = [cut_rows(_read_rows(file), tokenizer, args.max_length, shortest) for file in args.extra_rows or []]
+    train = concatenate_datasets([train, *extra])
     if not len(train):
         raise ValueError(f"dataset {args.dataset!r} has no text of {shortest} tokens (block_size + 2) or more to train on")
     num_eval = min(args.max_eval_rows, len(held_out))

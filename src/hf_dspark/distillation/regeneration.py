@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
-from transformers.utils import logging
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dspark.distillation.corpus import held_out_split, stdlib_modules
+from hf_dspark.generation.queue import generate_many
 
 __all__ = ["RegenerationArguments", "regenerate"]
 
@@ -37,26 +37,58 @@ class RegenerationArguments:
 
 
 def regenerate(args: RegenerationArguments) -> Path:
-    """Writes `args.output_file`, and nothing under that name before all rows are there."""
-    set_seed(args.seed)
+    """Writes `args.output_file`, and nothing under that name before all rows are there; an interrupted run goes on where it stopped.
+
+    A row depends on its number, the seed and the target alone.
+
+    Raises:
+        OSError: there is no such target.
+    """
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype="float32").eval()
-    train, _ = held_out_split(stdlib_modules(), args.num_held_out)
-    stream = [token for ids in tokenizer(list(train.values()), add_special_tokens=False)["input_ids"] for token in [tokenizer.bos_token_id, *ids]]
-    starts = torch.randint(len(stream) - args.prompt_tokens, (args.num_rows,)).tolist()
+    prompts = _prompts(tokenizer, args)
     output = Path(args.output_file)
     output.parent.mkdir(parents=True, exist_ok=True)
     unfinished = output.with_name(output.name + ".unfinished")
-    with unfinished.open("w", encoding="utf-8") as file:
-        for first in logging.tqdm(range(0, args.num_rows, args.batch_size), desc="regenerating"):
-            prompts = torch.tensor([stream[start : start + args.prompt_tokens] for start in starts[first : first + args.batch_size]])
-            greedy = first < args.greedy_share * args.num_rows
-            sampling = {"do_sample": False} if greedy else {"do_sample": True, "top_k": 0, "temperature": 1.0}
-            rows = target.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=args.new_tokens, **sampling)
-            for row in rows.tolist():
-                # What follows the stop token is padding.
-                ends = [i + 1 for i in range(args.prompt_tokens, len(row)) if row[i] == tokenizer.eos_token_id]
-                file.write(json.dumps({"input_ids": row[: ends[0] if ends else None]}) + "\n")
+    num_done = _keep_whole_rows(unfinished, prompts)
+    num_greedy = int(args.greedy_share * args.num_rows)
+    waiting = [
+        {"input_ids": prompts[i], "do_sample": i >= num_greedy, "seed": args.seed * args.num_rows + i} for i in range(num_done, args.num_rows)
+    ]
+    options = dict(max_new_tokens=args.new_tokens, top_k=0, top_p=1.0, temperature=1.0)
+    with unfinished.open("a", encoding="utf-8") as file:
+        for completion in generate_many(target, None, waiting, max_concurrency=args.batch_size, **options):
+            if completion.error is not None:
+                raise completion.error
+            file.write(json.dumps({"input_ids": completion.output[0].tolist()}) + "\n")
+            num_done += 1
+    if num_done < args.num_rows:
+        raise KeyboardInterrupt(f"{num_done} of {args.num_rows} rows are kept in {unfinished}; the same command goes on with the others")
     os.replace(unfinished, output)
     print(f"wrote {args.num_rows} rows to {output}")
     return output
+
+
+def _prompts(tokenizer, args: RegenerationArguments) -> list[list[int]]:
+    """Pieces of the corpus, cut at random places."""
+    train, _ = held_out_split(stdlib_modules(), args.num_held_out)
+    stream = [token for ids in tokenizer(list(train.values()), add_special_tokens=False)["input_ids"] for token in [tokenizer.bos_token_id, *ids]]
+    places = torch.Generator().manual_seed(args.seed)
+    starts = torch.randint(len(stream) - args.prompt_tokens, (args.num_rows,), generator=places).tolist()
+    return [stream[start : start + args.prompt_tokens] for start in starts]
+
+
+def _keep_whole_rows(unfinished: Path, prompts: list[list[int]]) -> int:
+    """Cuts what an interrupted run wrote after its last whole row that continues its prompt; returns how many rows stay."""
+    if not unfinished.exists():
+        return 0
+    kept = []
+    for line, prompt in zip(unfinished.read_text(encoding="utf-8").split("\n")[:-1], prompts):
+        try:
+            if json.loads(line)["input_ids"][: len(prompt)] != prompt:
+                break
+        except (ValueError, KeyError, TypeError):
+            break
+        kept.append(line + "\n")
+    unfinished.write_text("".join(kept), encoding="utf-8")
+    return len(kept)

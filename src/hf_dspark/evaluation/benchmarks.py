@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
-from hf_dspark.generation.decoding import Request, decode
+from hf_dspark.generation.batches import joined_output, row_requests
+from hf_dspark.generation.decoding import decode
 from hf_dspark.modeling import DSparkDraftModel
 
 __all__ = ["decoding_variants", "distinct_ngram_share", "generate_without_draft", "paired_ratio", "repeated_ngram_share", "time_interleaved"]
@@ -18,7 +19,7 @@ PLAIN, OWN_LOOP, PROMPT_LOOKUP, DRAFTED = "transformers' generate()", "our loop,
 def generate_without_draft(target: PreTrainedModel, **arguments):
     """`target.generate(**arguments)` by this library's loop with nobody drafting: what of the speed is the loop's and not the draft's.
 
-    Takes and returns what generate() does for one prompt, without a streamer.
+    Takes and returns what generate() does, without a streamer.
     """
     return target.generate(**arguments, custom_generate=_decode_alone)
 
@@ -31,10 +32,10 @@ def _decode_alone(
     generation_config: GenerationConfig,
     **model_kwargs,
 ):
-    """What generate() calls after its usual preparation, with `input_ids` (1, tokens)."""
-    request = Request(target, input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs)
-    decode([request])
-    return request.output()
+    """What generate() calls after its usual preparation, with `input_ids` (batch, tokens)."""
+    requests = row_requests(target, None, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+    decode(requests)
+    return joined_output(requests)
 
 
 def decoding_variants(target: PreTrainedModel, draft: DSparkDraftModel, prompt_lookup_tokens: int | None = None) -> dict[str, Callable]:

@@ -18,6 +18,7 @@ from hf_dspark.evaluation.output import progress
 from hf_dspark.generation.candidates import DSparkCandidateGenerator, Proposal
 from hf_dspark.generation.decoding import Request, decode
 from hf_dspark.generation.report import GenerationReport, record_generation
+from hf_dspark.generation.steps import CachedSequence
 from hf_dspark.modeling import DSparkDraftModel
 
 __all__ = ["FALSE_ALARM_RATE", "SamplingCheck", "check_sampling", "seeded", "stop_tokens"]
@@ -59,18 +60,18 @@ class SampledText:
     draft_laws: list[tuple[torch.Tensor, int]] = field(default_factory=list)
 
 
-class WatchedGenerator(DSparkCandidateGenerator):
-    """Keeps what it proposed, with the length of the text it was proposed for."""
+class WatchedRequest(Request):
+    """Keeps what was proposed to it, with the length of the text it was proposed for."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.proposals: list[tuple[int, Proposal]] = []
 
-    def propose(self, input_ids: torch.Tensor, max_tokens: int) -> Proposal:
-        """What `DSparkCandidateGenerator.propose` returns for `input_ids` (1, tokens)."""
-        proposal = super().propose(input_ids, max_tokens)
-        self.proposals.append((input_ids.shape[1], proposal))
-        return proposal
+    def accept(self, proposal: Proposal, outputs) -> None:
+        """What `Request.accept` does."""
+        if self.num_to_draft > 0:
+            self.proposals.append((self.input_ids.shape[1], proposal))
+        super().accept(proposal, outputs)
 
 
 def check_sampling(
@@ -115,10 +116,11 @@ def sample(target: PreTrainedModel, draft: DSparkDraftModel, prompt: torch.Tenso
     """Decodes one text after `prompt` (1, tokens) as generate() with the draft does, watching what is proposed."""
 
     def decode_watched(target, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
-        generator = WatchedGenerator(draft, target, generation_config, logits_processor)
-        request = Request(target, input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs, generator)
+        generator = DSparkCandidateGenerator(draft, target, generation_config, logits_processor)
+        sequence = CachedSequence(target, generation_config, model_kwargs)
+        request = WatchedRequest(target, input_ids, generation_config, logits_processor, stopping_criteria, sequence, generator)
         decode([request])
-        return request.input_ids, generator.proposals
+        return request.input_ids, request.proposals
 
     ids, proposals = target.generate(input_ids=prompt, **options, custom_generate=decode_watched)
     text = SampledText(prompt, ids[0, prompt.shape[1] :].tolist())

@@ -8,17 +8,18 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_dspark.generation.acceptance import choose
+from hf_dspark.generation.large_vocabulary import LARGE_VOCABULARY, best_tokens
 from hf_dspark.generation.options import draft_options
 from hf_dspark.generation.processors import draft_processors
 from hf_dspark.generation.state import DraftState, draft_state, forget_draft_state
 from hf_dspark.modeling import DSparkDraftModel
+from hf_dspark.modeling.context_cache import PackedContext
 
-__all__ = ["DSparkCandidateGenerator", "Proposal"]
+__all__ = ["DSparkCandidateGenerator", "Proposal", "propose_all"]
 
 logger = logging.getLogger(__name__)
 
 # Over a large vocabulary the sequential stage works on each position's best base logits; the law is zero elsewhere.
-_LARGE_VOCABULARY = 16_384
 _NUM_BEST = 512
 
 
@@ -53,6 +54,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.samples_chain = generation_config.do_sample and self.options.draft_sampling == "chain"
         self.processors = logits_processor or LogitsProcessorList()
         self.keeps_confidence = False
+        self.random: torch.Generator | None = None
         self.failure: str | None = None
         self.state: DraftState | None = None
         self.missing_context_tokens = 0
@@ -108,6 +110,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if self.state is not None and self.failure is None:
             self.state.token_ids = input_ids if input_ids.shape[1] > self._next_slot else None
 
+    def forget(self) -> None:
+        """Frees the draft's keys and values, which nothing continues."""
+        self.state = self._target_cache = None
+
     def propose(self, input_ids: torch.Tensor, max_tokens: int) -> Proposal:
         """Drafts at most `max_tokens` tokens after `input_ids` (1, tokens), whose last token is the anchor.
 
@@ -115,15 +121,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
             ValueError: the target's head is not what the draft borrows (checked once a target).
             Exception: whatever made the draft fail, with `raise_on_draft_failure`.
         """
-        max_tokens = min(max_tokens, self.options.num_assistant_tokens)
-        if max_tokens < 1 or self.failure is not None:
-            return Proposal([])
-        self._check_head()
-        try:
-            return self._draft_round(input_ids, max_tokens)
-        except Exception as error:
-            self._fail(error)
-            return Proposal([])
+        return propose_all([self], [input_ids], [max_tokens])[0]
 
     def _fail(self, error: Exception) -> None:
         """Ends drafting for this request, or raises with `raise_on_draft_failure`. Called where `error` is being handled."""
@@ -134,62 +132,36 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.failure = f"{type(error).__name__}: {error}"
         logger.warning("the draft model failed (%s); the text is finished by the target alone, which only costs speed", self.failure)
 
-    def _draft_round(self, input_ids: torch.Tensor, max_tokens: int) -> Proposal:
-        draft, config = self.draft, self.draft.config
-        # Context (eq. 2, 3): features of the tokens committed since the last round.
-        features, positions = self.state.take_pending(draft)
-        # Parallel stage: always the whole block, so that fewer tokens keep the meaning of their slots.
-        anchor = self._next_slot - self._num_padded
-        device = features.device
-        block_ids = torch.full((1, config.block_size), config.mask_token_id, device=device)
-        block_ids[0, 0] = input_ids[0, -1]
-        position_ids = torch.tensor([[*positions, *range(anchor, anchor + config.block_size)]], device=device)
-        hidden = draft(block_ids, features, position_ids, cache=self.state.cache)[0, :max_tokens]  # (drafts, hidden)
-        self.state.cache.advance(len(positions))
-        # Sequential stage (eq. 4).
-        ids, law = self._sequential_stage(hidden, input_ids)
-        # Confidence prefix (eq. 7): c_k reads x_{k-1} and h_k, never x_k, so a cut before token k does not depend on it.
-        confidence, hidden = None, hidden[: len(ids)]
-        if draft.confidence_head is not None and (self.keeps_confidence or self.options.survival_threshold or self.options.conditional_threshold):
-            confidence = self._confidence(hidden, torch.cat([block_ids[0, :1], ids])[: len(ids)])
-            keep = self._confident_prefix(confidence)
-            ids, confidence = ids[:keep], confidence[:keep]
-        ids = ids.tolist()
-        return Proposal(ids, None if law is None else law[: len(ids)], confidence)
+    def _next_token(
+        self, row: torch.Tensor, target_ids: torch.Tensor | None, input_ids: torch.Tensor, tokens: list[torch.Tensor], processors
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """The token after `input_ids` and the drafted `tokens`, () long, and its law (vocab,) fp32 or None; None: nothing is allowed here.
 
-    def _sequential_stage(self, hidden: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Tokens left to right from exp(U_k + B_k(prefix)), (drafts,) long, and their laws (drafts, vocab) fp32 or None."""
-        draft, head = self.draft, self.draft.markov_head
-        logits, columns = draft.base_logits(hidden), None
-        if logits.shape[-1] > _LARGE_VOCABULARY:
-            logits, columns = logits.topk(_NUM_BEST, dim=-1)
-        reachable_ids = self._target_ids(columns)
-        processors = draft_processors(self.processors) if len(self.processors) else None
-        tokens, laws, best, state = [], [], [], None
-        previous = input_ids[0, -1].to(hidden.device)
-        for k in range(hidden.shape[0]):
-            row = logits[k].float()
-            if head is not None:
-                features, state = head.features(head.markov_w1(previous), hidden[k], state)
-                row = row + head.bias(features, None if columns is None else columns[k]).float()
-            target_ids = reachable_ids if columns is None else reachable_ids[k]
-            if processors is not None:
-                prefix = torch.cat([input_ids, torch.stack(tokens)[None].to(input_ids.device)], dim=1) if tokens else input_ids
-                row, target_ids = processors(prefix, self._dense(row, target_ids, -torch.inf)[None].to(prefix.device))[0].to(hidden.device), None
-                if torch.isneginf(row).all():
-                    break  # nothing the draft can write is allowed here; the target goes on
-            if self.samples_chain:
-                law = _finite(torch.softmax(row, dim=-1))
-                index = choose(law[None])[0]
-                laws.append(self._dense(law, target_ids, 0.0))
-            else:
-                value, index = row.max(dim=-1)
-                best.append(value)
-            previous = index if target_ids is None else target_ids[index]
-            tokens.append(previous)
-        if best:
-            _finite(torch.stack(best))
-        return torch.stack(tokens) if tokens else input_ids.new_zeros(0), torch.stack(laws) if laws else None
+        row: (columns,) fp32 logits, of the target's tokens `target_ids` (None: each column is its own id).
+        """
+        if processors is not None:
+            prefix = torch.cat([input_ids, torch.stack(tokens)[None].to(input_ids.device)], dim=1) if tokens else input_ids
+            row, target_ids = processors(prefix, self._dense(row, target_ids, -torch.inf)[None].to(prefix.device))[0].to(row.device), None
+            if torch.isneginf(row).all():
+                return None  # nothing the draft can write is allowed here; the target goes on
+        law = None
+        if self.samples_chain:
+            law = _finite(torch.softmax(row, dim=-1))
+            index = choose(law[None], self.random)[0]
+            law = self._dense(law, target_ids, 0.0)
+        else:
+            value, index = row.max(dim=-1)
+            _finite(value)
+        return index if target_ids is None else target_ids[index], law
+
+    def _confident_prefix(self, confidence: list[float]) -> int:
+        """Drafts before the first whose c_k or a_k = c_1 ... c_k falls below its threshold."""
+        survival = 1.0
+        for k, conditional in enumerate(confidence):
+            survival *= conditional
+            if conditional < self.options.conditional_threshold or survival < self.options.survival_threshold:
+                return k
+        return len(confidence)
 
     def _target_ids(self, draft_ids: torch.Tensor | None) -> torch.Tensor | None:
         """`draft_ids`, or for None all of the draft's vocabulary, as ids of the target's; None: each column is its own id."""
@@ -203,20 +175,6 @@ class DSparkCandidateGenerator(CandidateGenerator):
         if target_ids is None:
             return row
         return row.new_full((self.draft.config.vocab_size,), fill).scatter_(0, target_ids, row)
-
-    def _confidence(self, hidden: torch.Tensor, previous_ids: torch.Tensor) -> list[float]:
-        head = self.draft.confidence_head
-        embedding = self.draft.markov_head.markov_w1(previous_ids) if head.with_markov else None
-        return _finite(torch.sigmoid(head(hidden, embedding).float())).tolist()
-
-    def _confident_prefix(self, confidence: list[float]) -> int:
-        """Drafts before the first whose c_k or a_k = c_1 ... c_k falls below its threshold."""
-        survival = 1.0
-        for k, conditional in enumerate(confidence):
-            survival *= conditional
-            if conditional < self.options.conditional_threshold or survival < self.options.survival_threshold:
-                return k
-        return len(confidence)
 
     def _layers(self, outputs) -> list[torch.Tensor]:
         if outputs.hidden_states is None or any(outputs.hidden_states[index] is None for index in self._layer_indices):
@@ -247,6 +205,156 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def update_candidate_strategy(self, input_ids, scores, num_matches):
         """Nothing of a call is kept between its rounds but the draft's state."""
+
+
+def propose_all(generators: list[DSparkCandidateGenerator], texts: list[torch.Tensor], budgets: list[int]) -> list[Proposal]:
+    """Drafts a round for requests of one draft at once: at most budgets[i] tokens after texts[i] (1, tokens), whose last token is the anchor.
+
+    A request whose own law or processor fails is finished by the target alone, and the others go on.
+
+    Raises:
+        ValueError: the target's head is not what the draft borrows (checked once a target).
+        Exception: whatever made the draft fail, with `raise_on_draft_failure`.
+    """
+    proposals = [Proposal([]) for _ in generators]
+    budgets = [min(budget, generator.options.num_assistant_tokens) for generator, budget in zip(generators, budgets)]
+    ready = [i for i, generator in enumerate(generators) if budgets[i] >= 1 and generator.failure is None]
+    for i in ready:
+        generators[i]._check_head()
+    drafters = [_Drafter(generators[i], texts[i], budgets[i]) for i in ready]
+    if not drafters:
+        return proposals
+    try:
+        hidden = _block_hidden(drafters)
+    except Exception as error:
+        if len(ready) == 1:
+            generators[ready[0]]._fail(error)
+            return proposals
+        # Nothing has been drawn yet, so each may try again alone, and only the one at fault fails.
+        for i in ready:
+            proposals[i] = propose_all([generators[i]], [texts[i]], [budgets[i]])[0]
+        return proposals
+    try:
+        _sequential_stage(drafters, hidden)
+        confidences = _confidences(drafters, hidden)
+        drafted = [drafter.proposal(confidence) for drafter, confidence in zip(drafters, confidences)]
+    except Exception as error:
+        # What has been drawn may have caused it: a second draw would have another law, so no one tries again.
+        for i in ready:
+            generators[i]._fail(error)
+        return proposals
+    for i, proposal in zip(ready, drafted):
+        proposals[i] = proposal
+    return proposals
+
+
+class _Drafter:
+    """One request's part of a round: the tokens drafted so far and their laws."""
+
+    def __init__(self, generator: DSparkCandidateGenerator, input_ids: torch.Tensor, max_tokens: int):
+        self.generator, self.input_ids, self.max_tokens = generator, input_ids, max_tokens
+        self.processors = draft_processors(generator.processors) if len(generator.processors) else None
+        self.tokens: list[torch.Tensor] = []
+        self.laws: list[torch.Tensor] = []
+        self.goes_on = True
+        state = generator.state
+        self.positions = state.pending_positions()
+        self.anchor = generator._next_slot - generator._num_padded
+
+    def add(self, row: torch.Tensor, target_ids: torch.Tensor | None) -> None:
+        """Drafts one more token from `row` (columns,) fp32, or stops."""
+        try:
+            drawn = self.generator._next_token(row, target_ids, self.input_ids, self.tokens, self.processors)
+        except Exception as error:
+            self.tokens, self.laws, drawn = [], [], None
+            self.generator._fail(error)
+        if drawn is None:
+            self.goes_on = False
+            return
+        token, law = drawn
+        self.tokens.append(token)
+        if law is not None:
+            self.laws.append(law)
+        self.goes_on = len(self.tokens) < self.max_tokens
+
+    def proposal(self, confidence: list[float] | None) -> Proposal:
+        keep = len(self.tokens) if confidence is None else self.generator._confident_prefix(confidence[: len(self.tokens)])
+        ids = torch.stack(self.tokens[:keep]).tolist() if keep else []
+        law = torch.stack(self.laws[:keep]) if self.laws and keep else None
+        return Proposal(ids, law, None if confidence is None else confidence[:keep])
+
+
+def _block_hidden(drafters: list[_Drafter]) -> torch.Tensor:
+    """Context (eq. 2, 3) and parallel stage of all requests in one row -> (requests, drafts, hidden), drafts as many as any may have."""
+    draft, states = drafters[0].generator.draft, [drafter.generator.state for drafter in drafters]
+    # Context: features of the tokens committed since each request's last round.
+    pending = [layers for state in states if (layers := state.pending_layers())]
+    if pending:
+        features = draft.context_features([torch.cat(layer, dim=1) if len(pending) > 1 else layer[0] for layer in zip(*pending)])
+    else:
+        features = draft.fc.weight.new_zeros(1, 0, draft.config.hidden_size)
+    # Always the whole block, so that fewer tokens keep the meaning of their slots.
+    size, device = draft.config.block_size, features.device
+    block_ids = torch.full((len(drafters), size), draft.config.mask_token_id, device=device)
+    for row, drafter in zip(block_ids, drafters):
+        row[0] = drafter.input_ids[0, -1]
+    positions = [position for drafter in drafters for position in drafter.positions]
+    positions += [drafter.anchor + slot for drafter in drafters for slot in range(size)]
+    cache = PackedContext([state.cache for state in states], [len(drafter.positions) for drafter in drafters], size)
+    hidden = draft(block_ids.view(1, -1), features, torch.tensor([positions], device=device), cache=cache)
+    for state in states:
+        state.settle()
+    return hidden.view(len(drafters), size, -1)[:, : max(drafter.max_tokens for drafter in drafters)]
+
+
+def _sequential_stage(drafters: list[_Drafter], hidden: torch.Tensor) -> None:
+    """Tokens left to right from exp(U_k + B_k(prefix)) (eq. 4); `hidden` (requests, drafts, hidden)."""
+    generator, draft = drafters[0].generator, drafters[0].generator.draft
+    head, (num_requests, num_drafts, _) = draft.markov_head, hidden.shape
+    logits, columns = draft.base_logits(hidden.flatten(0, 1)), None
+    if logits.shape[-1] > LARGE_VOCABULARY:
+        logits, columns = best_tokens(logits, _NUM_BEST)
+        columns = columns.view(num_requests, num_drafts, -1)
+    logits = logits.view(num_requests, num_drafts, -1)
+    reachable_ids = generator._target_ids(columns)
+    previous = torch.stack([drafter.input_ids[0, -1] for drafter in drafters]).to(hidden.device)
+    state = None
+    for k in range(num_drafts):
+        rows = logits[:, k].float()
+        if head is not None:
+            features, state = head.features(head.markov_w1(previous), hidden[:, k], state)
+            rows = rows + head.bias(features, None if columns is None else columns[:, k]).float()
+        for i, drafter in enumerate(drafters):
+            if drafter.goes_on:
+                drafter.add(rows[i], reachable_ids if columns is None else reachable_ids[i, k])
+        if not any(drafter.goes_on for drafter in drafters):
+            return
+        # A request that has stopped goes along with any token.
+        previous = torch.stack([drafter.tokens[-1] if drafter.goes_on else previous[i] for i, drafter in enumerate(drafters)])
+
+
+def _confidences(drafters: list[_Drafter], hidden: torch.Tensor) -> list[list[float] | None]:
+    """c_k (eq. 7) of each drafted token, None for a request that nobody asks for it. c_k reads x_{k-1} and h_k, never x_k, so a cut
+    before token k does not depend on it."""
+    head, markov_head = drafters[0].generator.draft.confidence_head, drafters[0].generator.draft.markov_head
+    confidences: list[list[float] | None] = []
+    for drafter, rows in zip(drafters, hidden):
+        options, generator = drafter.generator.options, drafter.generator
+        if head is None or not (generator.keeps_confidence or options.survival_threshold or options.conditional_threshold):
+            confidences.append(None)
+            continue
+        count = len(drafter.tokens)
+        embedding = None
+        if head.with_markov:
+            anchor = drafter.input_ids[0, -1].to(rows.device)
+            embedding = markov_head.markov_w1(torch.stack([anchor, *drafter.tokens])[:count])
+        try:
+            confidences.append(_finite(torch.sigmoid(head(rows[:count], embedding).float())).tolist() if count else [])
+        except FloatingPointError as error:
+            drafter.tokens, drafter.laws = [], []
+            generator._fail(error)
+            confidences.append(None)
+    return confidences
 
 
 def _finite(values: torch.Tensor) -> torch.Tensor:

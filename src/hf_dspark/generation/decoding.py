@@ -7,16 +7,17 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_dspark.generation import steps
 from hf_dspark.generation.acceptance import accept_or_replace
-from hf_dspark.generation.candidates import DSparkCandidateGenerator, Proposal
+from hf_dspark.generation.candidates import DSparkCandidateGenerator, Proposal, propose_all
+from hf_dspark.generation.large_vocabulary import draw, largest_token
 from hf_dspark.generation.report import RequestRecord, RoundRecord, active_report
+from hf_dspark.generation.steps import CachedSequence, PackedSequence, forward_all
 
-__all__ = ["Request", "decode"]
+__all__ = ["Request", "decode", "step"]
 
 
 class Request:
-    """One sequence being decoded: its text, its cache (in `model_kwargs`), its rules, and what writes its drafts (None: nobody)."""
+    """One sequence being decoded: its text, how the target runs it, its rules, and what writes its drafts (None: nobody)."""
 
     def __init__(
         self,
@@ -25,15 +26,17 @@ class Request:
         generation_config: GenerationConfig,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
-        model_kwargs: dict,
+        sequence: CachedSequence | PackedSequence,
         generator: DSparkCandidateGenerator | None = None,
         streamer=None,
+        random: torch.Generator | None = None,
     ):
-        self.target, self.input_ids, self.generation_config, self.model_kwargs = target, input_ids, generation_config, model_kwargs
+        self.target, self.input_ids, self.generation_config, self.sequence = target, input_ids, generation_config, sequence
         self.logits_processor, self.stopping_criteria = logits_processor, stopping_criteria
-        self.generator, self.streamer = generator, streamer
-        self.finished = False
-        self.recorded_past: list[tuple[object, bool]] = []
+        self.generator, self.streamer, self.random = generator, streamer, random
+        self.prompt_ids = input_ids
+        self.started = self.finished = False
+        self.error: Exception | None = None
         self.num_begun = 0  # positions of this round whose token has been asked for
         wants = generation_config.return_dict_in_generate
         self.scores = () if wants and generation_config.output_scores else None
@@ -47,6 +50,7 @@ class Request:
         self.clock = None if report is None else _Clock(report, input_ids.shape[1], target.device)
         if generator is not None:
             generator.keeps_confidence = report is not None
+            generator.random = random
 
     @property
     def overrides(self) -> dict:
@@ -58,85 +62,79 @@ class Request:
         """Tokens that may still be written."""
         return self.max_length - self.input_ids.shape[1]
 
-    def start(self) -> None:
-        """Prefill and the first token, which leaves before the draft is touched."""
-        mask = self.model_kwargs.get("attention_mask")
-        prompt_ids = self.input_ids
-        with _timed(self.clock, "target_seconds"):
-            outputs = steps.prefill(self.target, prompt_ids, self.generation_config, self.model_kwargs, self.overrides)
-        cache = outputs.get("cache")
-        if cache is None:
-            raise ValueError(f"decoding with a DSpark draft needs a cache, which {type(self.target).__name__} does not return")
-        if not cache.is_croppable:
-            raise ValueError(
-                f"{type(self.target).__name__} keeps a state that can't be rolled back after a rejected draft (a recurrent layer, or a static cache "
-                "past its sliding window); generate without assistant_model"
-            )
-        self.recorded_past = _record_past(cache)
-        steps.rollback(cache, 0)
-        self._commit(Proposal([]), outputs)
-        if self.clock is not None:
-            self.clock.record.time_to_first_token_seconds = time.perf_counter() - self.clock.started
-        if self.generator is not None:
-            self.generator.observe_prompt(outputs, prompt_ids, mask, cache)
-            if self.clock is not None:
-                self.clock.record.missing_context_tokens = self.generator.missing_context_tokens
+    @property
+    def num_to_draft(self) -> int:
+        """Drafts that fit: the round's last token is the target's own, and the first token leaves before the draft is touched."""
+        return self.budget - 1 if self.started and self.generator is not None else 0
 
-    def round(self) -> None:
-        """One round: draft, verify, accept, commit."""
-        proposal = Proposal([])
-        # The round's last token is the target's own, so the budget holds one draft less.
-        if self.generator is not None and self.budget > 1:
-            with _timed(self.clock, "draft_seconds"):
-                proposal = self.generator.propose(self.input_ids, self.budget - 1)
-        with _timed(self.clock, "target_seconds"):
-            outputs = steps.verify(self.target, self.input_ids, proposal.ids, self.model_kwargs, self.overrides)
+    def accept(self, proposal: Proposal, outputs) -> None:
+        """The end of a round: accept drafts, commit tokens, take back the rest."""
+        num_rows = 1 + len(proposal.ids)
         try:
             num_tokens = self._commit(proposal, outputs)
         except BaseException:
             # A streamer, a processor, a criterion or the user interrupts: the cache is left as plain decoding would leave it.
-            steps.rollback(outputs.cache, 1 + len(proposal.ids) - self.num_begun)
+            self.sequence.rollback(num_rows - self.num_begun)
             raise
         # The last committed token has not been through the target; what it replaced, and all after it, is taken back.
-        steps.rollback(outputs.cache, 1 + len(proposal.ids) - num_tokens)
-        if self.generator is not None:
+        self.sequence.rollback(num_rows - num_tokens)
+        if not self.started:
+            self._note_start(outputs)
+        elif self.generator is not None:
             self.generator.observe_verification(outputs, num_tokens)
+
+    def _note_start(self, outputs) -> None:
+        self.started = True
+        if self.clock is not None:
+            self.clock.record.time_to_first_token_seconds = time.perf_counter() - self.clock.started
+        if self.generator is not None:
+            sequence = self.sequence
+            packed = isinstance(sequence, PackedSequence)
+            # A packed cache has no padded slots, so there the prompt is the text without them.
+            self.generator.observe_prompt(outputs, sequence.prompt_ids[None] if packed else self.prompt_ids, sequence.attention_mask, sequence.cache)
+            if self.clock is not None:
+                self.clock.record.missing_context_tokens = self.generator.missing_context_tokens
 
     def finish(self) -> None:
         """Closes state and stream."""
-        if self.generator is not None:
+        if self.generator is not None and isinstance(self.sequence, CachedSequence):
             self.generator.finish(self.input_ids)
         if self.streamer is not None:
             self.streamer.end()
 
     def release(self) -> None:
-        """Closes the record, and stops the cache's layers from keeping what only a rollback needs; also after an interruption."""
+        """Closes the record, and frees or restores what the sequence holds; also after an interruption. May be called again."""
         if self.clock is not None:
-            self.clock.close(None if self.generator is None else self.generator.failure)
-        for layer, recorded in self.recorded_past:
-            layer.record_past = recorded
+            self.clock.record.draft_failure = None if self.generator is None else self.generator.failure
+        self.sequence.release()
+        if self.generator is not None and isinstance(self.sequence, PackedSequence):
+            self.generator.forget()
 
     def output(self) -> torch.Tensor | GenerateDecoderOnlyOutput:
         """What generate() returns: ids (1, tokens), or the dictionary of it."""
         if not self.generation_config.return_dict_in_generate:
             return self.input_ids
-        return GenerateDecoderOnlyOutput(sequences=self.input_ids, scores=self.scores, logits=self.logits, cache=self.model_kwargs["cache"])
+        return GenerateDecoderOnlyOutput(sequences=self.input_ids, scores=self.scores, logits=self.logits, cache=self.sequence.cache)
 
     def _commit(self, proposal: Proposal, outputs) -> int:
         """Accepts drafts until the first is replaced or the text ends; returns how many tokens were written."""
         rows = outputs.logits[0, -1 - len(proposal.ids) :]  # (1 + drafts, vocab)
-        plain = not self.logits_processor and not self.generation_config.do_sample
+        do_sample = self.generation_config.do_sample
+        plain = not self.logits_processor and not do_sample
         # Greedy needs no fp32 copy of the logits; a device answers once for all rows, a CPU only for those before the first rejection.
         best = rows.argmax(dim=-1).tolist() if plain and rows.device.type != "cpu" else None
         tokens, accepted = [], 0
         for k, draft_id in enumerate([*proposal.ids, None]):
             self.num_begun = k + 1
-            scores = self._scores(rows[k], tokens, plain)
-            if plain:
-                token = rows[k].argmax().item() if best is None else best[k]
-            else:
-                law = None if proposal.law is None or draft_id is None else proposal.law[k]
-                token = accept_or_replace(scores, self.generation_config.do_sample, draft_id, law)
+            law = None if proposal.law is None or draft_id is None else proposal.law[k]
+            # A draft of the one-hot law is accepted where the target draws it, so that the target may draw in any exact way.
+            token = draw(rows[k], self.logits_processor, self.random) if do_sample and law is None and not self.keep_rows else None
+            if token is None:
+                scores = self._scores(rows[k], tokens, plain)
+                if plain:
+                    token = largest_token(rows[k]) if best is None else best[k]
+                else:
+                    token = accept_or_replace(scores, do_sample, draft_id, law, self.random)
             tokens.append(token)
             accepted += token == draft_id
             if self.streamer is not None:
@@ -145,7 +143,7 @@ class Request:
             if self.finished or token != draft_id:
                 break
         self.input_ids = self._prefix(tokens)
-        self.model_kwargs = steps.advance(self.target, self.model_kwargs, len(tokens), outputs)
+        self.sequence.advance(len(tokens), outputs)
         if self.clock is not None:
             self.clock.note(len(tokens), len(proposal.ids), accepted, proposal.confidence)
         return len(tokens)
@@ -173,13 +171,19 @@ class Request:
 
 
 def decode(requests: list[Request]) -> None:
-    """Runs requests to their ends, a round of each in turn."""
+    """Runs requests to their ends, a round of each in turn.
+
+    Raises:
+        Exception: what ended a request early; the others are then given up as well.
+    """
     try:
-        for request in requests:
-            request.start()
         while running := [request for request in requests if not request.finished]:
+            step(running)
             for request in running:
-                request.round()
+                if request.error is not None:
+                    raise request.error
+                if request.finished:
+                    request.release()
     finally:
         for request in requests:
             request.release()
@@ -187,18 +191,36 @@ def decode(requests: list[Request]) -> None:
         request.finish()
 
 
+def step(running: list[Request]) -> None:
+    """One round of every request: draft, verify, accept, commit. An error ends its request alone and is kept in `request.error`."""
+    with _timed(running, "total_seconds"):
+        proposals = [Proposal([]) for _ in running]
+        drafting = [i for i, request in enumerate(running) if request.num_to_draft > 0]
+        if drafting:
+            with _timed([running[i] for i in drafting], "draft_seconds"):
+                drafted = propose_all(
+                    [running[i].generator for i in drafting],
+                    [running[i].input_ids for i in drafting],
+                    [running[i].num_to_draft for i in drafting],
+                )
+            for i, proposal in zip(drafting, drafted):
+                proposals[i] = proposal
+        with _timed(running, "target_seconds"):
+            results = forward_all(running, proposals)
+        for request, proposal, outputs in zip(running, proposals, results):
+            try:
+                if isinstance(outputs, Exception):
+                    raise outputs
+                request.accept(proposal, outputs)
+            except Exception as error:
+                request.error, request.finished = error, True
+
+
 def _plain_stop_ids(criteria: StoppingCriteriaList) -> set[int] | None:
     """The stop tokens where length and stop tokens are all that ends the text (decided without a device's round trip), else None."""
     if any(type(criterion) not in (MaxLengthCriteria, EosTokenCriteria) for criterion in criteria):
         return None
     return {token for criterion in criteria if type(criterion) is EosTokenCriteria for token in criterion.eos_token_id.tolist()}
-
-
-def _record_past(cache) -> list[tuple[object, bool]]:
-    """Makes sliding layers keep what a rollback needs, from now on; returns what to restore. The prefill needs none of it."""
-    before = [(layer, layer.record_past) for layer in cache.layers if hasattr(layer, "record_past")]
-    cache.activate_past_recording()
-    return before
 
 
 class _Clock:
@@ -215,23 +237,21 @@ class _Clock:
             self.record.rounds.append(RoundRecord(tokens, drafted, accepted, confidence if drafted else None))
         self.record.new_tokens += tokens
 
-    def close(self, failure: str | None) -> None:
-        self.record.draft_failure = failure
-        self.record.total_seconds = time.perf_counter() - self.started
-
 
 class _timed:
-    """Adds the seconds spent inside to a field of the clock's record; does nothing without a clock."""
+    """Adds the seconds spent inside to a field of each request's record, in equal shares; does nothing where nothing is recorded."""
 
-    def __init__(self, clock: _Clock | None, name: str):
-        self.clock, self.name = clock, name
+    def __init__(self, requests: list[Request], name: str):
+        self.clocks, self.name, self.share = [request.clock for request in requests if request.clock is not None], name, 1 / max(1, len(requests))
 
     def __enter__(self):
-        if self.clock is not None:
-            self.clock.synchronize()
+        if self.clocks:
+            self.clocks[0].synchronize()
             self.started = time.perf_counter()
 
     def __exit__(self, *_):
-        if self.clock is not None:
-            self.clock.synchronize()
-            setattr(self.clock.record, self.name, getattr(self.clock.record, self.name) + time.perf_counter() - self.started)
+        if self.clocks:
+            self.clocks[0].synchronize()
+            seconds = (time.perf_counter() - self.started) * self.share
+            for clock in self.clocks:
+                setattr(clock.record, self.name, getattr(clock.record, self.name) + seconds)

@@ -8,8 +8,9 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
+from hf_dspark.generation.batches import joined_output, row_requests
 from hf_dspark.generation.candidates import DSparkCandidateGenerator
-from hf_dspark.generation.decoding import Request, decode
+from hf_dspark.generation.decoding import decode
 from hf_dspark.modeling import DSparkDraftModel
 
 __all__ = ["as_draft", "install"]
@@ -94,17 +95,16 @@ def _generate(
     target, draft, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus=False, streamer=None,
     inputs_tensor=None, assistant_tokenizer=None, tokenizer=None, **model_kwargs,
 ):  # fmt: skip
-    if input_ids.shape[0] != 1:
-        raise ValueError(f"generate() with a DSpark draft takes one prompt at a time, got a batch of {input_ids.shape[0]}")
     embeds = model_kwargs.get("inputs_embeds")
     if (input_ids if embeds is None else embeds).shape[1] == 0:
         raise ValueError(f"the prompt is empty (input_ids of shape {tuple(input_ids.shape)}); give it at least one token, for example the bos token")
     if model_kwargs.get("cache") is None:
         raise ValueError("decoding with a DSpark draft needs a cache (use_cache=True and a target that supports one)")
-    generator = DSparkCandidateGenerator(draft, target, generation_config, logits_processor)
-    request = Request(target, input_ids, generation_config, logits_processor, stopping_criteria, model_kwargs, generator, streamer)
-    decode([request])
-    return request.output()
+    if streamer is not None and input_ids.shape[0] > 1:
+        raise ValueError(f"a streamer takes one text, got a batch of {input_ids.shape[0]}; hf_dspark.generate_many streams many, each its own")
+    requests = row_requests(target, draft, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, streamer)
+    decode(requests)
+    return joined_output(requests)
 
 
 def refuse_unsupported(target: PreTrainedModel, draft: DSparkDraftModel, generation_config, mode_kwargs: dict) -> None:
@@ -128,10 +128,6 @@ def refuse_unsupported(target: PreTrainedModel, draft: DSparkDraftModel, generat
         value = getattr(generation_config, name, None)
         if value is not None and value != filled_in:
             raise ValueError(f"{name}={value!r} given to generate() does not reach a DSpark draft; set draft.generation_config.{name} instead")
-    if generation_config.num_return_sequences not in (None, 1):
-        raise ValueError(
-            f"num_return_sequences={generation_config.num_return_sequences} is not supported with a DSpark draft; call generate() once for each"
-        )
     if generation_config.return_dict_in_generate:
         for name in ("output_hidden_states", "output_attentions"):
             if getattr(generation_config, name):

@@ -1,12 +1,22 @@
-"""Logits processors on the draft's side: the same laws as on the target's, without leaving a trace of rejected positions."""
+"""Logits processors on the draft's side: the same laws as on the target's, without leaving a trace of rejected positions; and those of
+a batch as each row's own."""
 
 import copy
 from types import FunctionType
 
 import torch
-from transformers import LogitsProcessor, LogitsProcessorList, UnbatchedClassifierFreeGuidanceLogitsProcessor
+from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
 
-__all__ = ["draft_processors"]
+__all__ = ["draft_processors", "row_criteria", "row_processors"]
 
 # Stock processors that keep state between calls, or hold an object of the user's that may. Every other one of transformers' module
 # is a function of (ids, scores).
@@ -41,3 +51,49 @@ def _copied(processor) -> LogitsProcessor | None:
     except Exception:
         return None
     return None if copied is processor else copied
+
+
+def row_processors(processors: LogitsProcessorList, row: int, num_rows: int) -> LogitsProcessorList:
+    """The processors made for a batch, as row `row` of it has them alone: (1, n) ids, its own state, its own batch_id."""
+    return LogitsProcessorList([_of_row(processor, row, num_rows) for processor in processors])
+
+
+def row_criteria(criteria: StoppingCriteriaList) -> StoppingCriteriaList:
+    """The criteria of a batch for one row: transformers' own keep nothing of a text and are shared, others are copied."""
+    return StoppingCriteriaList([criterion if _is_stock(criterion, StoppingCriteria) else _copied(criterion) or criterion for criterion in criteria])
+
+
+def _of_row(processor, row: int, num_rows: int):
+    kind = type(processor)
+    if kind is PrefixConstrainedLogitsProcessor:
+        allowed = processor._prefix_allowed_tokens_fn
+        return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), num_beams=1)
+    if kind is EncoderRepetitionPenaltyLogitsProcessor:
+        own = copy.copy(processor)
+        own.encoder_input_ids = _own_part(processor.encoder_input_ids, row, num_rows)
+        return own
+    if kind is EncoderNoRepeatNGramLogitsProcessor:
+        own = copy.copy(processor)
+        own.batch_size, own.generated_ngrams = 1, _own_part(processor.generated_ngrams, row, num_rows)
+        return own
+    if kind is UnbatchedClassifierFreeGuidanceLogitsProcessor:
+        own = copy.copy(processor)
+        own.unconditional_context = dict(processor.unconditional_context)
+        for name in ("input_ids", "attention_mask"):
+            if (value := own.unconditional_context[name]) is not None:
+                own.unconditional_context[name] = _own_part(value, row, num_rows)
+        return own
+    if _is_stock(processor, LogitsProcessor) and kind.__name__ not in _STATEFUL:
+        return processor
+    # What can't be copied is shared by the rows, and gets one row at a time.
+    return _copied(processor) or processor
+
+
+def _own_part(values, row: int, num_rows: int):
+    # One entry a prompt, of which each makes several rows with num_return_sequences.
+    index = row * len(values) // num_rows
+    return values[index : index + 1]
+
+
+def _is_stock(value, base: type) -> bool:
+    return type(value).__module__ == base.__module__

@@ -52,14 +52,20 @@ class DraftState:
         if slots:
             self.pending.append(_Pending(hidden_states, slots, positions))
 
-    def take_pending(self, draft: DSparkDraftModel) -> tuple[torch.Tensor, list[int]]:
-        """Context features (1, new, hidden) of the tokens noted since the last call, and their positions; they count as context from now on."""
-        chunks, self.pending = self.pending, []
-        if not chunks:
-            return draft.fc.weight.new_zeros(1, 0, draft.config.hidden_size), []
-        layers = [torch.cat(layer, dim=1) if len(layer) > 1 else layer[0] for layer in zip(*(chunk.hidden_states for chunk in chunks))]
-        self.slots += [slot for chunk in chunks for slot in chunk.slots]
-        return draft.context_features(layers), [position for chunk in chunks for position in chunk.positions]
+    def pending_layers(self) -> list[torch.Tensor]:
+        """Outputs of the chosen layers, each (1, new, hidden), for the tokens noted since the last `settle`; empty where there are none."""
+        return [torch.cat(layer, dim=1) if len(layer) > 1 else layer[0] for layer in zip(*(chunk.hidden_states for chunk in self.pending))]
+
+    def pending_positions(self) -> list[int]:
+        """True positions of those tokens."""
+        return [position for chunk in self.pending for position in chunk.positions]
+
+    def settle(self) -> None:
+        """The tokens noted since the last call count as context: their keys and values are the next rows of the cache."""
+        slots = [slot for chunk in self.pending for slot in chunk.slots]
+        self.pending = []
+        self.slots += slots
+        self.cache.advance(len(slots))
 
     def truncate(self, slot: int) -> None:
         """Forgets everything from cache slot `slot` on (the cache was cropped, or holds other tokens there now)."""

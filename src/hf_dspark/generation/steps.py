@@ -1,10 +1,127 @@
-"""How a step runs the target: its ordinary forward with its ordinary cache, for one request."""
+"""The two ways to run the target: one request on the target's ordinary cache; packed, many requests in one flattened forward."""
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
-__all__ = ["advance", "prefill", "rollback", "verify"]
+from hf_dspark.generation.packing import KeyValueStore, Segment, packed_forward
+
+__all__ = ["CachedSequence", "PackedSequence", "advance", "forward_all", "prefill", "rollback", "verify"]
+
+
+class CachedSequence:
+    """One request on the target's ordinary cache, which lives in `model_kwargs`."""
+
+    def __init__(self, target: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict):
+        self.target, self.generation_config, self.model_kwargs = target, generation_config, model_kwargs
+        self.attention_mask = model_kwargs.get("attention_mask")
+        self.recorded_past: list[tuple[object, bool]] = []
+
+    @property
+    def cache(self):
+        """The target's cache."""
+        return self.model_kwargs["cache"]
+
+    def start(self, input_ids: torch.Tensor, overrides: dict) -> ModelOutput:
+        """The first forward over `input_ids` (1, tokens).
+
+        Raises:
+            ValueError: the target keeps no cache, or one that can't be rolled back.
+        """
+        outputs = prefill(self.target, input_ids, self.generation_config, self.model_kwargs, overrides)
+        cache = outputs.get("cache")
+        if cache is None:
+            raise ValueError(f"decoding with a DSpark draft needs a cache, which {type(self.target).__name__} does not return")
+        if not cache.is_croppable:
+            raise ValueError(
+                f"{type(self.target).__name__} keeps a state that can't be rolled back after a rejected draft (a recurrent layer, or a static cache "
+                "past its sliding window); generate without assistant_model"
+            )
+        # Sliding layers keep what a rollback needs from now on; the prefill needs none of it.
+        self.recorded_past = [(layer, layer.record_past) for layer in cache.layers if hasattr(layer, "record_past")]
+        cache.activate_past_recording()
+        return outputs
+
+    def verify(self, input_ids: torch.Tensor, draft_ids: list[int], overrides: dict) -> ModelOutput:
+        """One forward over the anchor (last of `input_ids` (1, tokens)) and the drafted ids."""
+        return verify(self.target, input_ids, draft_ids, self.model_kwargs, overrides)
+
+    def advance(self, num_new_tokens: int, outputs: ModelOutput) -> None:
+        """Model arguments after `num_new_tokens` more tokens."""
+        self.model_kwargs = advance(self.target, self.model_kwargs, num_new_tokens, outputs)
+
+    def rollback(self, num_tokens: int) -> None:
+        """Takes the last `num_tokens` of the last forward back."""
+        rollback(self.cache, num_tokens)
+
+    def release(self) -> None:
+        """Stops the cache's layers from keeping what only a rollback needs."""
+        for layer, recorded in self.recorded_past:
+            layer.record_past = recorded
+
+
+class PackedSequence:
+    """One request among many in a packed forward: its own keys and values, without padding."""
+
+    def __init__(self, target: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, store: KeyValueStore, max_length: int):
+        self.target = target
+        real = input_ids[0] if attention_mask is None else input_ids[0][attention_mask[0].bool()]
+        self.prompt_ids = real.to(target.device)
+        self.attention_mask = None  # padded slots have no keys
+        self.cache = store.add(max_length)
+
+    def segment(self, input_ids: torch.Tensor, draft_ids: list[int]) -> Segment:
+        """The rows of the next forward: the prompt at first, then the anchor (last of `input_ids`) and the drafted ids."""
+        if self.cache.length == 0:
+            return Segment(self.cache, self.prompt_ids, num_kept=1)
+        anchor = input_ids[0, -1:].to(self.prompt_ids.device)
+        rows = torch.cat([anchor, anchor.new_tensor(draft_ids)]) if draft_ids else anchor
+        return Segment(self.cache, rows, num_kept=len(rows))
+
+    def advance(self, num_new_tokens: int, outputs: ModelOutput) -> None:
+        """Positions follow from the length of the cache."""
+
+    def rollback(self, num_tokens: int) -> None:
+        """Takes the last `num_tokens` of the last forward back."""
+        self.cache.length -= num_tokens
+
+    def release(self) -> None:
+        """Frees keys and values."""
+        self.cache.release()
+
+
+def forward_all(requests: list, proposals: list) -> list[ModelOutput | Exception]:
+    """The next forward of every request: outputs with logits (1, 1 + drafts, vocab) and the hidden states of its rows, or what it raised.
+
+    Packed requests go through the target as one row; when that fails, each goes alone, so that only the one at fault fails.
+    """
+    packed = [i for i, request in enumerate(requests) if isinstance(request.sequence, PackedSequence)]
+    results: list[ModelOutput | Exception | None] = [None] * len(requests)
+    if packed:
+        segments = [requests[i].sequence.segment(requests[i].input_ids, proposals[i].ids) for i in packed]
+        hidden_layers = sorted({index for i in packed for index in requests[i].overrides.get("output_hidden_states", ())})
+        target = requests[packed[0]].target
+        for i, outputs in zip(packed, _forward_packed(target, segments, hidden_layers)):
+            results[i] = outputs
+    for i, request in enumerate(requests):
+        if results[i] is None:
+            try:
+                if request.started:
+                    results[i] = request.sequence.verify(request.input_ids, proposals[i].ids, request.overrides)
+                else:
+                    results[i] = request.sequence.start(request.input_ids, request.overrides)
+            except Exception as error:
+                results[i] = error
+    return results
+
+
+def _forward_packed(target: PreTrainedModel, segments: list[Segment], hidden_layers: list[int]) -> list[ModelOutput | Exception]:
+    try:
+        return packed_forward(target, segments, hidden_layers)
+    except Exception as error:
+        if len(segments) == 1:
+            return [error]
+        return [_forward_packed(target, [segment], hidden_layers)[0] for segment in segments]
 
 
 def prefill(

@@ -1,0 +1,254 @@
+"""A queue of prompts through one target: waiting requests join as soon as a place is free, each ends on its own."""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.utils import logging as transformers_logging
+
+from hf_dspark.generation.batches import unpacked_reason, warn_unpacked
+from hf_dspark.generation.candidates import DSparkCandidateGenerator
+from hf_dspark.generation.decoding import Request, step
+from hf_dspark.generation.hook import as_draft, refuse_unsupported
+from hf_dspark.generation.packing import KeyValueStore
+from hf_dspark.generation.steps import CachedSequence, PackedSequence
+from hf_dspark.modeling import DSparkDraftModel
+
+__all__ = ["Completion", "generate_many"]
+
+logger = logging.getLogger(__name__)
+
+# Prompt tokens that join in one round, at most, unless a single prompt is longer.
+_PREFILL_ROWS = 4096
+
+
+@dataclass(slots=True)
+class Completion:
+    """One finished request: its place in the queue, and either what generate() returns for it or the error that ended it.
+
+    output: ids (1, tokens), prompt included, or the dictionary that holds them. new_ids: (new,) long. Both None beside an `error`.
+    """
+
+    index: int
+    output: torch.Tensor | GenerateDecoderOnlyOutput | None = None
+    new_ids: torch.Tensor | None = None
+    error: Exception | None = None
+
+
+def generate_many(
+    target: PreTrainedModel,
+    draft: DSparkDraftModel | None,
+    prompts: Iterable,
+    *,
+    max_concurrency: int = 16,
+    max_cached_tokens: int | None = None,
+    ordered: bool = True,
+    on_tokens: Callable[[int, list[int]], None] | None = None,
+    show_progress: bool = True,
+    generation_config: GenerationConfig | None = None,
+    **options,
+) -> Iterator[Completion]:
+    """Decodes every prompt as `target.generate(prompt, assistant_model=draft, **options)` would alone, many in one forward.
+
+    Args:
+        draft: a DSpark draft, or None for plain decoding.
+        prompts: any iterable, read as places become free, of token ids (a list, or a tensor (tokens,) or (1, tokens)), or of
+            dictionaries with `input_ids` and generate()'s options for this request alone, and `seed`, its own source of random
+            numbers (without one: the global one, in the order of the rounds).
+        max_concurrency: requests decoded at a time, at most.
+        max_cached_tokens: tokens of prompts and budgets that keys and values are held for, at most; more requests wait. None: no bound.
+        ordered: yield in the order of the prompts; False: as they finish.
+        on_tokens: called with a request's index and its new token ids, as they are committed.
+        options: generate()'s, for all requests.
+
+    Yields:
+        A [`Completion`] for every prompt. A request that fails ends alone, and its error is its completion. After Ctrl-C the
+        finished ones are yielded and the others given up, with a warning.
+
+    Raises:
+        ValueError: max_concurrency or max_cached_tokens below 1, a draft that is none or does not fit the target, an option that
+            belongs to generate() alone (streamer, assistant_model, custom_generate).
+    """
+    for name, value in (("max_concurrency", max_concurrency), ("max_cached_tokens", max_cached_tokens)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+    for name, instead in (("streamer", "on_tokens"), ("assistant_model", "the argument draft"), ("custom_generate", "generate()")):
+        if options.get(name) is not None:
+            raise ValueError(f"{name} is not an option of generate_many; use {instead}")
+    if draft is not None:
+        if (found := as_draft(draft)) is None:
+            raise ValueError(f"draft must be a DSparkDraftModel or None, got {type(draft).__name__}")
+        draft = found.bind(target)
+    if generation_config is not None:
+        options["generation_config"] = generation_config
+    return _Queue(target, draft, prompts, max_concurrency, max_cached_tokens, on_tokens, options).run(ordered, show_progress)
+
+
+class _Queue:
+    """The requests in flight and the prompts behind them."""
+
+    def __init__(self, target, draft, prompts, max_concurrency, max_cached_tokens, on_tokens, options):
+        self.target, self.draft, self.on_tokens, self.options = target, draft, on_tokens, options
+        self.total = len(prompts) if hasattr(prompts, "__len__") else None
+        self.prompts, self.max_concurrency, self.max_cached_tokens = enumerate(prompts), max_concurrency, max_cached_tokens
+        self.store = KeyValueStore()
+        self.running: list[tuple[int, Request]] = []
+        self.waiting: tuple[int, Request] | None = None  # read, but without room for its keys and values yet
+        self.finished: deque[Completion] = deque()
+
+    def run(self, ordered: bool, show_progress: bool) -> Iterator[Completion]:
+        held, next_index = {}, 0
+        bar = transformers_logging.tqdm(total=self.total, desc="generating", unit="text", disable=None if show_progress else True)
+        try:
+            while True:
+                try:
+                    going_on = self._round()
+                except KeyboardInterrupt:
+                    logger.warning("interrupted: %d requests in flight are given up, with all that wait", len(self.running))
+                    going_on = False
+                while self.finished:
+                    completion = self.finished.popleft()
+                    bar.update()
+                    if not ordered:
+                        yield completion
+                        continue
+                    held[completion.index] = completion
+                    while next_index in held:
+                        yield held.pop(next_index)
+                        next_index += 1
+                if not going_on:
+                    break
+            # Only an interruption leaves some behind a gap.
+            yield from (held[index] for index in sorted(held))
+        finally:
+            bar.close()
+            for _, request in self.running:
+                request.release()
+
+    def _round(self) -> bool:
+        """Admits what there is room for and runs a round of every request; False when there is nothing left to do."""
+        self._admit()
+        if not self.running:
+            return bool(self.finished)
+        with torch.no_grad():
+            step([request for _, request in self.running])
+        for index, request in self.running:
+            if request.finished:
+                self.finished.append(_completion(index, request))
+        self.running = [(index, request) for index, request in self.running if not request.finished]
+        return True
+
+    def _admit(self) -> None:
+        num_rows = 0
+        while len(self.running) < self.max_concurrency and num_rows < _PREFILL_ROWS:
+            self.waiting = self.waiting or self._next()
+            if self.waiting is None:
+                return
+            _, request = self.waiting
+            reserved = sum(running.max_length for _, running in self.running)
+            if self.max_cached_tokens is not None and self.running and reserved + request.max_length > self.max_cached_tokens:
+                return
+            self.running.append(self.waiting)
+            self.waiting = None
+            num_rows += request.input_ids.shape[1]
+
+    def _next(self) -> tuple[int, Request] | None:
+        """The next request that can be decoded; those that can't be are finished at once, with their error."""
+        for index, prompt in self.prompts:
+            try:
+                request = self._request(index, prompt)
+                if self.max_cached_tokens is not None and request.max_length > self.max_cached_tokens:
+                    request.release()
+                    raise ValueError(
+                        f"request {index} may grow to {request.max_length} tokens, more than max_cached_tokens={self.max_cached_tokens}; lower its "
+                        "max_new_tokens or raise the bound"
+                    )
+                return index, request
+            except Exception as error:
+                self.finished.append(Completion(index, error=error))
+        return None
+
+    def _request(self, index: int, prompt) -> Request:
+        own = dict(prompt) if isinstance(prompt, Mapping) else {"input_ids": prompt}
+        seed = own.pop("seed", None)
+        input_ids = _checked_ids(index, own.pop("input_ids", None), self.target)
+
+        def prepared(target, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+            """Called by generate() after its usual preparation, in place of a loop."""
+            return self._prepared_request(index, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, seed)
+
+        return self.target.generate(input_ids=input_ids, **{**self.options, **own}, custom_generate=prepared)
+
+    def _prepared_request(self, index, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, seed) -> Request:
+        for name in ("num_beams", "num_return_sequences"):
+            if (value := getattr(generation_config, name)) not in (None, 1):
+                raise ValueError(f"request {index}: {name}={value} is not an option of generate_many; repeat the prompt instead")
+        if (cache := model_kwargs.get("cache")) is None or cache.get_seq_length() > 0:
+            raise ValueError(f"request {index}: generate_many starts every text anew, with a cache of its own; leave cache and use_cache out")
+        if self.draft is not None:
+            refuse_unsupported(self.target, self.draft, generation_config, {})
+        reason = unpacked_reason(self.target, generation_config, model_kwargs)
+        if reason is None:
+            sequence = PackedSequence(self.target, input_ids, model_kwargs.get("attention_mask"), self.store, generation_config.max_length)
+        else:
+            warn_unpacked(self.target, reason)
+            sequence = CachedSequence(self.target, generation_config, model_kwargs)
+        generator = None if self.draft is None else DSparkCandidateGenerator(self.draft, self.target, generation_config, logits_processor)
+        events = None if self.on_tokens is None else _Events(index, self.on_tokens)
+        random = None if seed is None else torch.Generator(self.target.device).manual_seed(seed)
+        return Request(
+            self.target, input_ids, generation_config, logits_processor, stopping_criteria, sequence, generator, streamer=events, random=random
+        )
+
+
+@dataclass(slots=True)
+class _Events:
+    """A request's streamer that hands its tokens on with its index."""
+
+    index: int
+    on_tokens: Callable[[int, list[int]], None]
+
+    def put(self, ids: torch.Tensor) -> None:
+        self.on_tokens(self.index, ids.tolist())
+
+    def end(self) -> None:
+        """The completion says it."""
+
+
+def _completion(index: int, request: Request) -> Completion:
+    try:
+        if request.error is not None:
+            return Completion(index, error=request.error)
+        request.finish()
+        new_ids = request.input_ids[0, request.prompt_ids.shape[1] :]
+        return Completion(index, request.output(), new_ids)
+    finally:
+        request.release()
+
+
+def _checked_ids(index: int, ids, target: PreTrainedModel) -> torch.Tensor:
+    """`ids` as (1, tokens) long on the target's device.
+
+    Raises:
+        ValueError: no ids, none of the target's vocabulary, or too many for its context; the message has the request's index.
+    """
+    try:
+        ids = torch.as_tensor(ids)
+    except Exception as error:
+        raise ValueError(f"request {index}: input_ids must be token ids, got {type(ids).__name__}") from error
+    ids = ids[None] if ids.dim() == 1 else ids
+    if ids.dim() != 2 or ids.shape[0] != 1 or (ids.is_floating_point() and ids.shape[1]):
+        raise ValueError(f"request {index}: input_ids must be whole numbers of shape (tokens,) or (1, tokens), got {ids.dtype} {tuple(ids.shape)}")
+    if ids.shape[1] == 0:
+        raise ValueError(f"request {index}: the prompt is empty; give it at least one token, for example the bos token")
+    config = target.config.get_text_config()
+    if ids.min() < 0 or ids.max() >= config.vocab_size:
+        raise ValueError(f"request {index}: token ids must lie below {config.vocab_size}, got {ids.min().item()} to {ids.max().item()}")
+    context = getattr(config, "max_position_embeddings", None)
+    if context is not None and ids.shape[1] >= context:
+        raise ValueError(f"request {index}: the prompt has {ids.shape[1]} tokens, the context of {type(target).__name__} holds {context}")
+    return ids.to(target.device).long()
