@@ -26,7 +26,7 @@ def short(path):
 
 
 def test_the_public_names():
-    assert hf_dspark.__all__ == ["DSparkConfig", "DSparkDraftModel", "GenerationReport", "record_generation"]
+    assert hf_dspark.__all__ == ["Completion", "DSparkConfig", "DSparkDraftModel", "GenerationReport", "generate_many", "record_generation"]
     assert all(hasattr(hf_dspark, name) for name in hf_dspark.__all__)
 
 

@@ -1,11 +1,11 @@
-"""The picture is written where it is asked for, and nothing else is."""
+"""Pictures are written where they are asked for, and nothing else is."""
 
 import os
 
 import pytest
 from matplotlib.image import imread
 
-from hf_dspark.evaluation.plots import plot_pair
+from hf_dspark.evaluation.plots import plot_load, plot_pair
 
 SPEEDS = {"plain": 1.0, "own loop": 1.02, "with the draft": 1.8}
 
@@ -15,6 +15,14 @@ def test_a_picture_is_drawn(tmp_path, rates):
     path = plot_pair(tmp_path / "pair.png", rates, SPEEDS)
     assert path == tmp_path / "pair.png" and imread(path).shape[:2] == (540, 1500)
     assert os.listdir(tmp_path) == ["pair.png"]
+
+
+@pytest.mark.parametrize(("num_panels", "shape"), [(1, (690, 1500)), (3, (690, 2250)), (8, (1380, 3000))])
+def test_a_panel_for_each_setting(tmp_path, num_panels, shape):
+    lines = {"plain": {1: 30.0, 4: 90.0, 64: 200.0}, "ours": {1: 33.0}}
+    path = plot_load(tmp_path / "load.png", {f"setting {number}": lines for number in range(num_panels)})
+    assert path == tmp_path / "load.png" and imread(path).shape[:2] == shape
+    assert os.listdir(tmp_path) == ["load.png"]
 
 
 def test_the_font_cache_goes_where_it_is_deleted(tmp_path, monkeypatch):

@@ -286,7 +286,7 @@ def accepted_law(monkeypatch, target_law, draft_law, one_hot=False) -> list[floa
         if share > 0:
 
             def run(draft_id=draft_id):
-                return (accept_or_replace(scores, True, draft_id, None if one_hot else law),)
+                return (accept_or_replace(scores, draft_id, None if one_hot else law),)
 
             for (token,), probability in walk_every_outcome(monkeypatch, run).items():
                 total[token] += share * probability
@@ -316,11 +316,5 @@ def test_a_zero_residual_falls_back_to_the_targets_law(monkeypatch):
         return torch.tensor([0])
 
     monkeypatch.setattr("hf_dspark.generation.acceptance.choose", scripted)
-    assert accept_or_replace(torch.tensor([[0.5, 0.5]]).log(), True, 1, torch.tensor([0.5, 0.5])) == 0
+    assert accept_or_replace(torch.tensor([[0.5, 0.5]]).log(), 1, torch.tensor([0.5, 0.5])) == 0
     assert seen[1] == pytest.approx([0.5, 0.5])
-
-
-def test_greedy_is_the_targets_argmax():
-    scores = torch.tensor([[0.1, 3.0, 2.0]])
-    assert accept_or_replace(scores, False, 2, torch.tensor([0.0, 0.0, 1.0])) == 1
-    assert accept_or_replace(scores, False, None, None) == 1

@@ -1,16 +1,14 @@
 """Training text as rows of token ids, and batches of them."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from datasets import Dataset, Features, List, Value, concatenate_datasets, load_dataset
 from transformers import PreTrainedTokenizerBase
 
 from hf_dspark.distillation.arguments import DistillationArguments
 from hf_dspark.distillation.corpus import held_out_split, stdlib_modules
 
-__all__ = ["BlockCollator", "cut_rows", "load_rows"]
+__all__ = ["cut_rows", "load_rows"]
 
 _ROWS = Features({"input_ids": List(Value("int32"))})
 
@@ -48,28 +46,6 @@ def cut_rows(texts: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int
         return {"input_ids": [row for row in rows if len(row) >= shortest]}
 
     return texts.map(cut, batched=True, batch_size=64, remove_columns=texts.column_names, features=_ROWS)
-
-
-@dataclass(slots=True)
-class BlockCollator:
-    """Pads rows on the right: `input_ids` long, `attention_mask` and `loss_mask` bool, each (batch, tokens).
-
-    A row may bring its own `loss_mask` (tokens,); without one, all of its tokens are supervised.
-    """
-
-    pad_token_id: int = 0
-
-    def __call__(self, rows: list[dict]) -> dict[str, torch.Tensor]:
-        num_tokens = max(len(row["input_ids"]) for row in rows)
-        input_ids = torch.full((len(rows), num_tokens), self.pad_token_id)
-        attention_mask = torch.zeros(len(rows), num_tokens, dtype=torch.bool)
-        loss_mask = torch.zeros_like(attention_mask)
-        for i, row in enumerate(rows):
-            length = len(row["input_ids"])
-            input_ids[i, :length] = torch.as_tensor(row["input_ids"])
-            attention_mask[i, :length] = True
-            loss_mask[i, :length] = torch.as_tensor(row["loss_mask"]).bool() if "loss_mask" in row else True
-        return {"input_ids": input_ids, "attention_mask": attention_mask, "loss_mask": loss_mask}
 
 
 def _with_ends(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -52,9 +52,7 @@ def regenerate(args: RegenerationArguments) -> Path:
     unfinished = output.with_name(output.name + ".unfinished")
     num_done = _keep_whole_rows(unfinished, prompts)
     num_greedy = int(args.greedy_share * args.num_rows)
-    waiting = [
-        {"input_ids": prompts[i], "do_sample": i >= num_greedy, "seed": args.seed * args.num_rows + i} for i in range(num_done, args.num_rows)
-    ]
+    waiting = [{"input_ids": prompts[i], "do_sample": i >= num_greedy, "seed": args.seed * args.num_rows + i} for i in range(num_done, args.num_rows)]
     options = dict(max_new_tokens=args.new_tokens, top_k=0, top_p=1.0, temperature=1.0)
     with unfinished.open("a", encoding="utf-8") as file:
         for completion in generate_many(target, None, waiting, max_concurrency=args.batch_size, **options):

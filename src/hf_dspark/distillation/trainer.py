@@ -5,7 +5,7 @@ from transformers import PreTrainedModel, Trainer
 
 from hf_dspark.distillation.arguments import DistillationArguments
 from hf_dspark.distillation.blocks import Blocks, block_hidden_states, make_blocks, sample_batch_anchors
-from hf_dspark.distillation.data import BlockCollator
+from hf_dspark.distillation.collator import BlockCollator
 from hf_dspark.distillation.features import TargetFeatures, target_features
 from hf_dspark.distillation.losses import LossTerms, dspark_loss
 from hf_dspark.modeling import DSparkDraftModel

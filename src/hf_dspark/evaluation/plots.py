@@ -1,13 +1,15 @@
-"""One picture of a pair: how often each draft position is accepted, and what that is worth in speed."""
+"""Pictures: how often each draft position is accepted and what that is worth in speed; tokens a second under load."""
 
 import os
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["plot_pair"]
+__all__ = ["plot_load", "plot_pair"]
 
 _BLUE, _GREY, _TEXT = "#2a6f97", "#b8bfc6", "#333a40"
+_LINES = ("#8a939c", "#b08968", _BLUE, "#d1495b", "#e9a03b", "#3b8b5c", "#7b5ea7")
+_MOST_COLUMNS = 4
 
 
 def plot_pair(path: str | os.PathLike, conditional_acceptance: list[float], speeds: dict[str, float]) -> Path:
@@ -26,10 +28,52 @@ def plot_pair(path: str | os.PathLike, conditional_acceptance: list[float], spee
         _draw_acceptance(left, conditional_acceptance)
         _draw_speeds(right, speeds)
         for axes in (left, right):
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.tick_params(colors=_TEXT, length=0)
+            _tidy(axes)
         figure.savefig(path, dpi=150)
     return Path(path)
+
+
+def plot_load(path: str | os.PathLike, panels: dict[str, dict[str, dict[int, float]]]) -> Path:
+    """Draws tokens a second in total against concurrent requests and saves it at `path`.
+
+    Args:
+        panels: by title; each has, by way of decoding (a line), tokens a second by number of requests.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    with _without_font_cache():
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        num_columns = min(len(panels), _MOST_COLUMNS)
+        num_rows = -(-len(panels) // num_columns)
+        figure = Figure(figsize=(10 if num_columns == 1 else 5 * num_columns, 4.6 * num_rows), layout="constrained")
+        FigureCanvasAgg(figure)
+        ways = list(dict.fromkeys(way for lines in panels.values() for way in lines))
+        colours = {way: _LINES[index % len(_LINES)] for index, way in enumerate(ways)}
+        for index, (title, lines) in enumerate(panels.items()):
+            _draw_load(figure.add_subplot(num_rows, num_columns, index + 1), title, lines, colours)
+        figure.savefig(path, dpi=150)
+    return Path(path)
+
+
+def _draw_load(axes, title: str, lines: dict[str, dict[int, float]], colours: dict[str, str]) -> None:
+    for way, speeds in lines.items():
+        axes.plot(list(speeds), list(speeds.values()), color=colours[way], marker="o", markersize=4, linewidth=1.6, label=way)
+    ticks = sorted({count for speeds in lines.values() for count in speeds})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, labels=[str(count) for count in ticks])
+    axes.set_ylim(bottom=0)
+    axes.set(xlabel="concurrent requests", ylabel="tokens a second, all requests together")
+    axes.set_title(title, loc="left", fontsize=11, color=_TEXT)
+    axes.legend(frameon=False, fontsize=9, labelcolor=_TEXT)
+    _tidy(axes)
+
+
+def _tidy(axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(which="both", colors=_TEXT, length=0)
 
 
 def _draw_acceptance(axes, rates: list[float]) -> None:

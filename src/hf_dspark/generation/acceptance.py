@@ -14,17 +14,12 @@ def choose(weights: torch.Tensor, generator: torch.Generator | None = None) -> t
 
 
 def accept_or_replace(
-    scores: torch.Tensor,
-    do_sample: bool,
-    draft_id: int | None,
-    draft_law: torch.Tensor | None,
-    generator: torch.Generator | None = None,
+    scores: torch.Tensor, draft_id: int | None, draft_law: torch.Tensor | None, generator: torch.Generator | None = None
 ) -> int:
     """The token at one position: `draft_id` itself when it is accepted, otherwise the token that replaces it.
 
     Args:
         scores: the target's processed scores at this position, (1, vocab); log probabilities up to a constant.
-        do_sample: False: the zero-temperature limit, the target's argmax.
         draft_id: the drafted token; None: there is none at this position, the target chooses alone.
         draft_law: the law (vocab,) fp32 that `draft_id` was drawn from; None: it was chosen by argmax (the one-hot law).
         generator: see `choose`.
@@ -33,8 +28,6 @@ def accept_or_replace(
     normalised positive part of p - q, or from p where rounding leaves nothing of it. Under the one-hot law that is the same as
     drawing from p and comparing.
     """
-    if not do_sample:
-        return scores.argmax(dim=-1).item()
     target_law = torch.softmax(scores.float(), dim=-1)  # (1, vocab)
     if draft_id is None or draft_law is None:
         return choose(target_law, generator).item()

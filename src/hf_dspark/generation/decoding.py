@@ -131,10 +131,10 @@ class Request:
             token = draw(rows[k], self.logits_processor, self.random) if do_sample and law is None and not self.keep_rows else None
             if token is None:
                 scores = self._scores(rows[k], tokens, plain)
-                if plain:
-                    token = largest_token(rows[k]) if best is None else best[k]
+                if do_sample:
+                    token = accept_or_replace(scores, draft_id, law, self.random)
                 else:
-                    token = accept_or_replace(scores, do_sample, draft_id, law, self.random)
+                    token = best[k] if best is not None else largest_token(rows[k] if plain else scores[0])
             tokens.append(token)
             accepted += token == draft_id
             if self.streamer is not None:

@@ -49,7 +49,8 @@ def draw(row: torch.Tensor, processors: LogitsProcessorList, generator: torch.Ge
     """A token from the law of `row` (vocab,) after `processors`, or None where only the whole way, in fp32 over all columns, is exact.
 
     Known are temperature alone (drawn block first), and temperature, top-k, top-p and min-p in the order of generate() (drawn among
-    the best tokens). Where those may not be all that is kept, and where a mass is too close to top_p, it is the whole way's turn.
+    the best tokens). Where those may not be all that is kept, where a mass is too close to its bound, and where top-p keeps some of
+    several equal logits, which ones being an accident of a sort over the whole row, it is the whole way's turn.
     """
     if row.shape[-1] <= LARGE_VOCABULARY:
         return None
@@ -69,16 +70,22 @@ def draw(row: torch.Tensor, processors: LogitsProcessorList, generator: torch.Ge
         return None
     if kept is None:
         return None
-    # In the order of their ids, as in the whole row: a stable sort then leaves equal ones in the same order.
-    ids = kept.sort().values
-    scores = row[ids].float()[None] / temperature
+    values = row[kept].float()
+    scores = values[None] / temperature
     for processor in others:
-        scores = processor(ids[None], scores)
-    return ids[choose(torch.softmax(scores, dim=-1), generator).item()].item()
+        if _too_close(processor, scores[0]):
+            return None
+        scores = processor(kept[None], scores)
+    removed = torch.isneginf(scores[0])
+    if removed.any() and values[removed].max() == values[~removed].min():
+        return None
+    return kept[choose(torch.softmax(scores, dim=-1), generator).item()].item()
 
 
 def _of_top_k(row: torch.Tensor, top_k: int) -> torch.Tensor | None:
     """Ids of all tokens as good as the `top_k`-th or better, of which there can be more; None where they can't be told."""
+    if 2 * top_k > _NUCLEUS_SIZES[-1]:
+        return None
     values, ids = (best[0] for best in best_tokens(row[None], 2 * top_k))
     count = int((values >= values[top_k - 1]).sum())
     return ids[:count] if count < len(values) else None
@@ -88,17 +95,23 @@ def _of_top_p(row: torch.Tensor, temperature: float, top_p: float) -> torch.Tens
     """Ids of the nucleus: a token is in it while those before it have less mass than `top_p`; None where it can't be told."""
     normaliser = torch.logsumexp(row.float() / temperature, dim=-1)
     for size in _NUCLEUS_SIZES:
-        values, ids = (best[0] for best in best_tokens(row[None], min(size, row.shape[-1])))
+        values, ids = (best[0] for best in best_tokens(row[None], size))
         mass = (values.float() / temperature - normaliser).exp_().double().cumsum(0)
         count = 1 + int((mass < top_p).sum())
-        if count >= len(values) or values[-1] == values[count - 1]:
-            continue
-        if (mass - top_p).abs().min() < _MASS_ERROR:
-            return None
-        # Of equal tokens the whole way drops those with lower ids first.
-        better, equal = ids[values > values[count - 1]], ids[values == values[count - 1]].sort(descending=True).values
-        return torch.cat([better, equal[: count - len(better)]])
+        if count < len(values):
+            split = values[count] == values[count - 1]
+            return None if split or (mass - top_p).abs().min() < _MASS_ERROR else ids[:count]
     return None
+
+
+def _too_close(processor, scores: torch.Tensor) -> bool:
+    """Whether rounding could decide what top-p or min-p keeps of `scores` (kept,)."""
+    if type(processor) is TopPLogitsWarper:
+        mass = torch.softmax(scores, dim=-1).sort(descending=True).values.double().cumsum(0)
+        return bool((mass - processor.top_p).abs().min() < _MASS_ERROR)
+    if type(processor) is MinPLogitsWarper:
+        return bool(((scores - scores.max()).exp() - processor.min_p).abs().min() < _MASS_ERROR)
+    return False
 
 
 def _draw_from_blocks(row: torch.Tensor, temperature: float, generator: torch.Generator | None) -> int:
