@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
         pair.target.generation_config.eos_token_id = None
     ways = ways_of(pair, arguments.draft_lengths, arguments.plain_only)
     texts = DEFAULT_PROMPTS if arguments.prompts is None else read_prompts(arguments.prompts)
-    prompts = [encode(pair, text, arguments.raw) for text in texts]
+    prompts = [encode(pair, text, arguments.raw) for text in texts[: max(arguments.concurrency)]]
     check_context(pair, prompts, arguments.max_new_tokens)
     print(describe(pair, prompts, arguments))
     packing_failure(pair.target)  # compares forwards at a target's first use, which is no decoding

@@ -11,8 +11,8 @@ from hf_dspark.distillation.blocks import (
     block_hidden_states,
     eligible_anchors,
     make_blocks,
+    pad_anchors,
     sample_anchors,
-    sample_batch_anchors,
 )
 from hf_dspark.distillation.features import target_features
 from hf_dspark.modeling.context_cache import ContextCache
@@ -29,11 +29,15 @@ def pair(implementation: str = "sdpa", **options):
     return target, draft.bind(target)
 
 
+def draw(loss_mask: torch.Tensor, num_anchors: int, generator: torch.Generator | None = None) -> torch.Tensor:
+    return pad_anchors([sample_anchors(row, num_anchors, generator) for row in loss_mask])
+
+
 def test_isolated_supervised_tokens_give_no_anchors():
     assert eligible_anchors(torch.tensor([1, 0, 1, 0, 0, 1])).tolist() == []
     assert eligible_anchors(torch.tensor([1, 1, 0, 1, 1, 1])).tolist() == [0, 3, 4]
     assert eligible_anchors(torch.tensor([1])).tolist() == []
-    assert sample_batch_anchors(torch.tensor([[1, 0, 1], [0, 0, 0]]), 4).tolist() == [[-1], [-1]]
+    assert draw(torch.tensor([[1, 0, 1], [0, 0, 0]]), 4).tolist() == [[-1], [-1]]
 
 
 def test_anchors_are_drawn_in_order_without_repeats_and_repeatably():
@@ -47,7 +51,7 @@ def test_anchors_are_drawn_in_order_without_repeats_and_repeatably():
 
 
 def test_fewer_eligible_positions_than_anchors_give_them_all_padded():
-    anchors = sample_batch_anchors(torch.tensor([[1, 1, 1, 0], [0, 1, 1, 0]]), 5)
+    anchors = draw(torch.tensor([[1, 1, 1, 0], [0, 1, 1, 0]]), 5)
     assert anchors.tolist() == [[0, 1], [1, -1]]
 
 
@@ -66,7 +70,7 @@ def test_blocks_equal_the_naive_ones():
     for _ in range(20):
         ids = torch.randint(VOCAB - 1, (2, 17), generator=generator)
         mask = torch.rand(2, 17, generator=generator) < 0.8
-        anchors = sample_batch_anchors(mask, 6, generator)
+        anchors = draw(mask, 6, generator)
         blocks = make_blocks(ids, mask, anchors, 5, MASK_ID)
         for row in range(2):
             for column, anchor in enumerate(anchors[row].tolist()):
@@ -90,7 +94,8 @@ def test_slots_and_labels_equal_the_reference_values(deepspec_fixtures):
 
 
 def test_mask_by_hand():
-    mask = block_attention_mask(torch.tensor([[1, 3, -1]]), num_tokens=4, block_size=2)[0, 0].int().tolist()
+    anchors, starts = torch.tensor([[1, 3, -1]]), torch.tensor([[0, 0, 0]])
+    mask = block_attention_mask(anchors, starts, num_tokens=4, block_size=2)[0, 0].int().tolist()
     assert mask == [
         [1, 0, 0, 0, 1, 1, 0, 0, 0, 0],
         [1, 0, 0, 0, 1, 1, 0, 0, 0, 0],
@@ -175,6 +180,78 @@ def test_training_forward_and_cached_decoding_give_the_same_logits(implementatio
             feature, state = draft.markov_head.features(draft.markov_head.markov_w1(ids[0, anchor + k]), decoded[k], state)
             logits = draft.base_logits(decoded[k]) + draft.markov_head.bias(feature)
             torch.testing.assert_close(trained[0, i, k], logits, rtol=1e-4, atol=1e-4)
+
+
+# Packing
+
+LENGTHS = [6, 1, 9, 4]
+POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+
+
+def test_blocks_and_anchors_end_with_their_document():
+    positions = torch.tensor([[0, 1, 2, 0, 0, 1, 2]])
+    assert eligible_anchors(torch.ones(7), positions[0]).tolist() == [0, 1, 4, 5]
+    assert sample_anchors(torch.ones(7), 9, position_ids=positions[0]).tolist() == [0, 1, 4, 5]
+    blocks = make_blocks(torch.arange(7)[None], torch.ones(1, 7), torch.tensor([[0, 1, 4, -1]]), 3, MASK_ID, positions)
+    assert blocks.slot_mask[0].int().tolist() == [[1, 1, 0], [1, 0, 0], [1, 1, 0], [0, 0, 0]]
+    assert blocks.document_starts.tolist() == [[0, 0, 4, 0]]
+    context = block_attention_mask(torch.tensor([[1, 3, 6]]), torch.tensor([[0, 3, 4]]), num_tokens=7, block_size=1)[0, 0, :, :7]
+    assert context.int().tolist() == [[1, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1, 0]]
+
+
+@pytest.mark.parametrize("loss_share", [1.0, 0.7])
+def test_packed_blocks_are_those_of_the_documents_alone(loss_share):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(10):
+        ids = torch.randint(VOCAB - 1, (1, sum(LENGTHS)), generator=generator)
+        mask = torch.rand(1, sum(LENGTHS), generator=generator) < loss_share
+        anchors = pad_anchors([sample_anchors(mask[0], 30, generator, POSITIONS[0])])
+        blocks = make_blocks(ids, mask, anchors, 5, MASK_ID, POSITIONS)
+        found = []
+        for start, length in zip([0, 6, 7, 16], LENGTHS):
+            part = slice(start, start + length)
+            alone = eligible_anchors(mask[0, part])
+            found += (alone + start).tolist()
+            for anchor in alone.tolist():
+                column = anchors[0].tolist().index(anchor + start)
+                previous, labels, counted = naive_blocks(ids[0, part].tolist(), mask[0, part].tolist(), anchor, 5)
+                assert blocks.slot_mask[0, column].tolist() == counted
+                assert blocks.previous_ids[0, column, : sum(counted)].tolist() == previous[: sum(counted)]
+                assert blocks.labels[0, column, : sum(counted)].tolist() == labels[: sum(counted)]
+        assert anchors[anchors >= 0].tolist() == found
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_no_packed_block_sees_another_document(implementation):
+    _, draft = pair(implementation)
+    anchors = torch.tensor([[3, 7, 9, 15, 18]])
+    ids = torch.randint(VOCAB - 1, (1, 20), generator=torch.Generator().manual_seed(0))
+    blocks = make_blocks(ids, torch.ones(1, 20), anchors, 4, MASK_ID, POSITIONS)
+    layers = [torch.randn(1, 20, draft.config.hidden_size, requires_grad=True) for _ in draft.config.target_layer_ids]
+    hidden = block_hidden_states(draft, layers, blocks)
+    for i, (start, anchor) in enumerate(zip([0, 7, 7, 7, 16], anchors[0].tolist())):
+        for by_layer in torch.autograd.grad(draft.base_logits(hidden[0, i]).square().sum(), layers, retain_graph=True):
+            seen = by_layer[0].abs().sum(-1) > 0
+            assert seen.tolist() == [start <= position < anchor for position in range(20)]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_packed_documents_get_what_they_get_alone(implementation):
+    target, draft = pair(implementation)
+    target.set_attn_implementation(implementation)
+    ids = torch.randint(VOCAB - 1, (1, 20), generator=torch.Generator().manual_seed(1))
+    layer_ids = draft.config.target_layer_ids
+    anchors = {0: [0, 4], 7: [7, 8, 12], 16: [17]}
+    packed = make_blocks(ids, torch.ones(1, 20), torch.tensor([[0, 4, 7, 8, 12, 17]]), 4, MASK_ID, POSITIONS)
+    together = block_hidden_states(draft, target_features(target, ids, None, layer_ids, POSITIONS).hidden_states, packed)
+    column = 0
+    for start, length in zip([0, 7, 16], [6, 9, 4]):
+        part = ids[:, start : start + length]
+        alone = make_blocks(part, torch.ones(1, length), torch.tensor([anchors[start]]) - start, 4, MASK_ID)
+        expected = block_hidden_states(draft, target_features(target, part, None, layer_ids).hidden_states, alone)
+        found = together[:, column : column + len(anchors[start])]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        column += len(anchors[start])
 
 
 def test_other_attention_implementations_are_refused():

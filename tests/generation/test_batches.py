@@ -1,12 +1,8 @@
 """A batch through generate(): each row equals its own plain generate() with the same padded row and mask, whatever its neighbours do."""
 
-import copy
 import gc
-import logging
 import types
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import product
 
 import pytest
 import torch
@@ -14,26 +10,22 @@ from oracle import (
     ALL_KINDS,
     VOCAB,
     ScriptedDraft,
-    chain_law,
     kinds_of_acceptance,
-    largest_difference,
     right_with_probability,
     spy,
     tiny_draft,
     tiny_target,
-    walk_every_outcome,
 )
-from peft import LoraConfig, get_peft_model
-from test_acceptance import small_draft, small_target
-from test_decoding import Collector, SeenTokens, given, tokenizer_of_pairs
+from test_decoding import SeenTokens, given, tokenizer_of_pairs
 from test_steps import target_of_kind
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, set_seed
+from transformers import StoppingCriteria
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_dspark import GenerationReport, record_generation
-from hf_dspark.generation import batches, candidates
+from hf_dspark.generation import candidates
 from hf_dspark.generation.hook import as_draft
 from hf_dspark.generation.packing import KeyValues, packing_failure
+from hf_dspark.modeling.context_cache import ContextCache
 
 BLOCK = 4
 PROMPTS = ([5], [9, 3, 17, 22], [8, 40, 2, 11, 6, 31, 7], [30, 1, 12, 44, 3, 9, 21, 50, 2, 33, 5])
@@ -210,7 +202,9 @@ def test_rows_that_have_ended_cost_nothing(target, draft, monkeypatch):
 
     def note(*_, **arguments):
         widths.append(arguments["input_ids"].shape)
-        kept.append(sum(type(thing) is KeyValues and thing.length > 0 for thing in gc.get_objects()))
+        things = gc.get_objects()
+        places = sum(type(thing) is KeyValues and thing.pool is not None and thing.length > 0 for thing in things)
+        kept.append((places, sum(type(thing) is ContextCache and thing.length > 0 for thing in things)))
 
     spy(monkeypatch, target, "forward", note)
     gc.collect()
@@ -220,7 +214,8 @@ def test_rows_that_have_ended_cost_nothing(target, draft, monkeypatch):
     steps = [[own[k] for own in rounds if k < len(own)] for k in range(max(map(len, rounds)))]
     assert len({len(step) for step in steps}) > 2
     assert widths == [(1, sum(map(len, PROMPTS)))] + [(1, sum(1 + round_.drafted for round_ in step)) for step in steps]
-    assert kept[1:] == [len(step) for step in steps]
+    # The draft's context begins with the first round.
+    assert kept[2:] == [(len(step), len(step)) for step in steps[1:]]
 
 
 def test_stop_strings(target, draft):
@@ -319,286 +314,3 @@ def test_neighbours_change_nothing(target, monkeypatch, kind):
             assert [counts[:3] for counts in own] == [counts[:3] for counts in alone[row]]
             for (*_, confidence), (*_, expected) in zip(own, alone[row]):
                 assert confidence == (None if expected is None else pytest.approx(expected, abs=1e-4))
-
-
-# Random numbers.
-
-
-def truncated(tokens: tuple, stop: int | None) -> tuple:
-    return tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
-
-
-def assert_joint_law(monkeypatch, target, draft, prompts, num_tokens, stop=None, copies=1, **options):
-    """The law of all rows together is the product of the target's own laws of each; texts end at `stop`."""
-    options, inputs = dict(top_k=0) | options, padded(*prompts)
-    expected = {}
-    laws = [chain_law(target, torch.tensor([prompt]), num_tokens, **options) for prompt in prompts for _ in range(copies)]
-    for outcomes in product(*(law.items() for law in laws)):
-        key, probability = tuple(truncated(tokens, stop) for tokens, _ in outcomes), 1.0
-        for _, share in outcomes:
-            probability *= share
-        expected[key] = expected.get(key, 0.0) + probability
-    if stop is not None:
-        options |= dict(eos_token_id=stop, pad_token_id=stop)
-
-    with record_generation() as report:
-
-        def run() -> tuple:
-            ids = target.generate(**inputs, do_sample=True, max_new_tokens=num_tokens, num_return_sequences=copies, assistant_model=draft, **options)
-            assert ids.shape[0] == len(prompts) * copies
-            return tuple(truncated(tuple(row[inputs["input_ids"].shape[1] :].tolist()), stop) for row in ids)
-
-        law = walk_every_outcome(monkeypatch, run)
-    assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
-    assert largest_difference(law, expected) < 1e-5
-    assert all(request.draft_failure is None for request in report.requests)
-    accepted = sum(round_.accepted for round_ in report.rounds)
-    assert 0 < accepted < sum(round_.verified for round_ in report.rounds)
-
-
-@pytest.mark.parametrize("sampling", ["chain", "argmax"])
-@pytest.mark.parametrize("prompts", [([1, 0], [0]), ([0, 1, 1], [1, 1, 0])], ids=["padded", "of one length"])
-def test_law_of_two_prompts(monkeypatch, prompts, sampling):
-    target = small_target(2)
-    draft = small_draft(target)
-    draft.generation_config.draft_sampling = sampling
-    assert_joint_law(monkeypatch, target, draft, prompts, 3)
-
-
-@pytest.mark.parametrize("sampling", ["chain", "argmax"])
-def test_law_of_two_prompts_that_end_on_their_own(monkeypatch, sampling):
-    target = small_target(3, seed=1)
-    draft = small_draft(target, mask_token_id=1)
-    draft.generation_config.draft_sampling = sampling
-    assert_joint_law(monkeypatch, target, draft, ([1, 0], [0]), 3, stop=2, top_p=0.8)
-
-
-@pytest.mark.parametrize("sampling", ["chain", "argmax"])
-@pytest.mark.parametrize("name", ["assistant_confidence_threshold", "conditional_confidence_threshold"])
-def test_law_under_thresholds(monkeypatch, name, sampling):
-    """The draft is sure of itself after token 0 and unsure after token 1."""
-    target = small_target(2, seed=1)
-    draft = small_draft(target)
-    draft.generation_config.draft_sampling = sampling
-    setattr(draft.generation_config, name, 0.5)
-    with torch.no_grad():
-        draft.markov_head.markov_w1.weight.copy_(torch.tensor([[1.0, 0.5], [-1.0, 0.5]]))
-        draft.confidence_head.proj.weight.mul_(0.2)[0, -2] = 3.0
-    assert_joint_law(monkeypatch, target, draft, ([1, 0], [1]), 3)
-
-
-@pytest.mark.parametrize("sampling", ["chain", "argmax"])
-def test_law_of_two_sequences_of_one_prompt(monkeypatch, sampling):
-    target = small_target(2)
-    draft = small_draft(target)
-    draft.generation_config.draft_sampling = sampling
-    assert_joint_law(monkeypatch, target, draft, ([1, 0],), 3, copies=2)
-
-
-def test_num_return_sequences(target):
-    draft = tiny_draft(target)
-    options = dict(do_sample=True, max_new_tokens=9, num_return_sequences=3, return_dict_in_generate=True, output_scores=True)
-    outputs = []
-    for seed in (0, 0, 1):
-        set_seed(seed)
-        outputs.append(target.generate(**padded(*PROMPTS[:2]), **options, assistant_model=draft))
-    assert outputs[0].sequences.shape == (6, 4 + 9) and len(outputs[0].scores) == 9 and outputs[0].scores[0].shape == (6, VOCAB)
-    assert outputs[0].sequences[:, :4].tolist() == padded(*PROMPTS[:2])["input_ids"].repeat_interleave(3, dim=0).tolist()
-    assert outputs[0].sequences.tolist() == outputs[1].sequences.tolist() != outputs[2].sequences.tolist()
-    assert len({tuple(row) for row in outputs[0].sequences.tolist()}) == 6
-    with pytest.raises(ValueError, match="num_return_sequences"):  # as plain refuses it
-        target.generate(**padded(*PROMPTS[:2]), do_sample=False, num_return_sequences=2, max_new_tokens=4, assistant_model=draft)
-
-
-# What a batch can't do.
-
-
-@pytest.mark.parametrize(
-    "mask, message",
-    [([[1, 1, 1], [1, 1, 0]], "row 1 .*padded on the right.*left"), ([[0, 0, 0], [0, 1, 1]], "row 0 .*empty")],
-    ids=["right padding", "empty row"],
-)
-def test_rows_that_are_refused(target, draft, mask, message):
-    with pytest.raises(ValueError, match=message):
-        target.generate(torch.tensor([[5, 9, 3], [17, 22, 8]]), attention_mask=torch.tensor(mask), max_new_tokens=4, assistant_model=draft)
-
-
-def test_a_cache_that_goes_on_is_refused(target, draft):
-    inputs = padded(*PROMPTS[:2])
-    first = target.generate(**inputs, do_sample=False, max_new_tokens=4, return_dict_in_generate=True)
-    with pytest.raises(ValueError, match=r"2 rows can't continue a cache.*7"):
-        target.generate(first.sequences, cache=first.cache, max_new_tokens=4, assistant_model=draft)
-
-
-def test_a_streamer_is_refused(target, draft):
-    with pytest.raises(ValueError, match=r"streamer.*batch of 2"):
-        target.generate(**padded(*PROMPTS[:2]), max_new_tokens=4, streamer=Collector(), assistant_model=draft)
-
-
-def embedded(target) -> dict:
-    inputs = padded(*PROMPTS)
-    return dict(inputs_embeds=target.get_input_embeddings()(inputs["input_ids"]).detach(), attention_mask=inputs["attention_mask"])
-
-
-UNPACKED = {
-    "Bloom": ("bloom", lambda target: padded(*PROMPTS), {}, "position_ids"),
-    "Gemma 2": ("gemma2-soft-cap", lambda target: padded(*PROMPTS), {}, "softcap"),
-    "GPT-OSS": ("gpt-oss", lambda target: padded(*PROMPTS), {}, "s_aux"),
-    "token types": ("gpt2", lambda target: padded(*PROMPTS) | dict(token_type_ids=padded(*PROMPTS)["input_ids"] % 3), {}, "token_type_ids"),
-    "positions": ("qwen3", lambda target: padded(*PROMPTS) | dict(position_ids=torch.arange(44).view(4, 11)), {}, "position_ids"),
-    "embeddings": ("qwen3", embedded, {}, "inputs_embeds"),
-    "static cache": ("llama", lambda target: padded(*PROMPTS), dict(cache_implementation="static"), "static"),
-}
-
-
-@pytest.mark.parametrize("kind, make_inputs, options, reason", UNPACKED.values(), ids=UNPACKED.keys())
-def test_what_can_not_be_packed_is_decoded_in_turn(monkeypatch, caplog, kind, make_inputs, options, reason):
-    monkeypatch.setattr(batches, "_warned", set())
-    target = target_of_kind(kind)
-    draft = tiny_draft(target, ScriptedDraft)
-    with caplog.at_level(logging.WARNING, "hf_dspark"):
-        result = compare_rows(target, draft, make_inputs(target), max_new_tokens=20, **options)
-        assert result.kinds == ALL_KINDS
-        texts = [output.sequences[0].tolist() for output in result.plain]
-        compare_rows(target, draft, make_inputs(target), max_new_tokens=20, eos_token_id=[texts[0][-9], texts[1][-4]], pad_token_id=0, **options)
-    (warning,) = caplog.messages
-    assert "in turn" in warning and reason in warning
-
-
-# Faults.
-
-
-class FaultyForOneRow(ScriptedDraft):
-    """Goes wrong for blocks of row `row` from its fourth new token on."""
-
-    row = 1
-    fault = "NaN law"
-
-    def at_fault(self) -> list[int]:
-        first = len(PROMPTS[self.row]) + 3
-        text = self.texts[self.row]
-        return [i for i, (position, token) in enumerate(self.anchors) if position >= first and text[position : position + 1] == [token]]
-
-    def forward(self, *args, **kwargs):
-        hidden = super().forward(*args, **kwargs)
-        if self.fault == "out of memory" and self.at_fault():
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-        return hidden
-
-    def base_logits(self, hidden):
-        logits = super().base_logits(hidden)
-        if self.fault == "NaN law":
-            for i in self.at_fault():
-                logits.view(len(self.anchors), -1, VOCAB)[i] = torch.nan
-        return logits
-
-
-@pytest.mark.parametrize("fault", ["NaN law", "out of memory"])
-def test_a_draft_that_fails_for_one_row(target, caplog, fault):
-    draft = tiny_draft(target, FaultyForOneRow)
-    draft.fault = fault
-    with caplog.at_level(logging.WARNING, "hf_dspark"):
-        result = compare_rows(target, draft, padded(*PROMPTS[:3]), max_new_tokens=20)
-    failures = [request.draft_failure for request in result.report.requests]
-    assert failures[0] is failures[2] is None and failures[1] is not None
-    (warning,) = caplog.messages
-    assert failures[1] in warning
-    first, failed, third = (request.rounds for request in result.report.requests)
-    assert any(round_.drafted for round_ in failed) and not any(round_.drafted for round_ in failed[5:])
-    assert all(round_.drafted for round_ in (*first[:-1], *third[:-1]))
-    assert kinds_of_acceptance(GenerationReport([result.report.requests[0], result.report.requests[2]])) == ALL_KINDS
-    draft.generation_config.raise_on_draft_failure = True
-    with pytest.raises((FloatingPointError, torch.OutOfMemoryError), match=r"finite|memory"):
-        target.generate(**padded(*PROMPTS[:3]), do_sample=False, max_new_tokens=20, assistant_model=draft)
-
-
-class FailingAt(LogitsProcessor):
-    def __init__(self, error):
-        self.error = error
-
-    def __call__(self, input_ids, scores):
-        if input_ids.shape[1] == 12 and input_ids[0, -1 - 5] == PROMPTS[2][-1]:
-            raise self.error("no such state")
-        return scores
-
-
-@pytest.mark.parametrize("error", [KeyError, KeyboardInterrupt])
-def test_what_the_target_s_side_raises_goes_through(target, error):
-    """And the next call is as ever."""
-    inputs, draft = padded(*PROMPTS[:3]), tiny_draft(target)
-    with record_generation(), pytest.raises(error, match="no such state"):
-        target.generate(**inputs, do_sample=False, max_new_tokens=20, logits_processor=LogitsProcessorList([FailingAt(error)]), assistant_model=draft)
-    assert target.config._attn_implementation == "sdpa"
-    compare_rows(target, draft, inputs, max_new_tokens=6)
-
-
-# Nothing is left behind.
-
-
-def test_two_calls_leave_everything_as_it_was(target, draft):
-    result = compare_rows(target, draft, padded(*PROMPTS), max_new_tokens=12)
-    models_, results = (target, draft), []
-    before = [copy.deepcopy(model) for model in models_]
-    for _ in range(2):
-        draft.drafted.clear()
-        with record_generation() as report:
-            ids = target.generate(**padded(*PROMPTS), do_sample=False, max_new_tokens=12, assistant_model=draft)
-        results.append((ids.tolist(), report.rounds, list(draft.drafted)))
-    assert results[0] == results[1] and results[0][0] == result.drafted.sequences.tolist()
-    for model, copied in zip(models_, before):
-        assert copied.config.to_dict() == model.config.to_dict() and copied.generation_config.to_dict() == model.generation_config.to_dict()
-        assert copied.config._attn_implementation == model.config._attn_implementation and copied.training == model.training
-        assert [p.requires_grad for p in copied.parameters()] == [p.requires_grad for p in model.parameters()]
-        assert all(torch.equal(copied.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
-
-
-def test_memory_is_constant_over_100_calls(target):
-    draft = tiny_draft(target)
-    options = dict(do_sample=False, max_new_tokens=3, return_dict_in_generate=True, output_scores=True, assistant_model=draft)
-
-    def living(calls: int) -> tuple[int, int]:
-        for _ in range(calls):
-            target.generate(**padded(*PROMPTS[:2]), **options)
-        gc.collect()
-        things = gc.get_objects()
-        return sum(issubclass(type(thing), torch.Tensor) for thing in things), sum(type(thing) is KeyValues for thing in things)
-
-    (tensors, stores), (more_tensors, more_stores) = living(10), living(90)
-    assert more_tensors <= tensors and stores == more_stores == 0
-
-
-def test_threads_share_one_target_and_one_draft(target):
-    draft = tiny_draft(target)
-    torch.nn.init.normal_(draft.markov_head.markov_w2.weight)
-    pairs = [(PROMPTS[i], PROMPTS[j]) for i, j in ((0, 1), (2, 3), (1, 2), (3, 0))]
-    options = dict(do_sample=False, max_new_tokens=12)
-    expected = [target.generate(**padded(*pair), **options).tolist() for pair in pairs]
-    with_draft = dict(assistant_model=draft)
-    with ThreadPoolExecutor(3) as pool:
-        drafted = list(pool.map(lambda pair: target.generate(**padded(*pair), **options, **with_draft).tolist(), pairs))
-        mixed = list(pool.map(lambda assistant: target.generate(**padded(*pairs[0]), **options, **assistant).tolist(), [{}, with_draft] * 3))
-    assert drafted == expected and mixed == [expected[0]] * 6
-
-
-def test_a_draft_under_peft(target):
-    draft = tiny_draft(target, ScriptedDraft)
-    adapted = get_peft_model(draft, LoraConfig(r=2, target_modules=r".*layers\.\d+\.(self_attn|mlp)\..*_proj")).eval()
-    assert compare_rows(target, adapted, padded(*PROMPTS), max_new_tokens=20).kinds == ALL_KINDS
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_bf16_parts_from_plain_at_near_ties_only(seed):
-    target = tiny_target(seed).to(torch.bfloat16)
-    draft = tiny_draft(target, ScriptedDraft).to(torch.bfloat16)
-    plain = [target.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=40) for prompt in PROMPTS]
-    let_it_follow(draft, padded(*PROMPTS), plain, [40] * 4)
-    with record_generation() as report:
-        drafted = target.generate(**padded(*PROMPTS), do_sample=False, max_new_tokens=40, assistant_model=draft)
-    assert packing_failure(target) is None and any(round_.accepted for round_ in report.rounds)
-    for prompt, text, row in zip(PROMPTS, plain, drafted):
-        ours, theirs = row[-40 - len(prompt) :].tolist(), text[0].tolist()
-        if ours != theirs:
-            first = next(index for index, (one, other) in enumerate(zip(ours, theirs)) if one != other)
-            best = target(torch.tensor([theirs[:first]])).logits[0, -1].float().topk(2)
-            assert set(best.indices.tolist()) == {ours[first], theirs[first]}
-            assert best.values[0] - best.values[1] <= 4 * torch.finfo(torch.bfloat16).eps * best.values.abs().max()

@@ -20,19 +20,45 @@ class DistillationArguments(TrainingArguments):
     target: str | None = field(default=None, metadata={"help": "The target model: a folder or a Hub id. Required."})
     dataset: str = field(
         default="stdlib",
-        metadata={"help": "'stdlib' (Python's standard library), a .jsonl file of `text` or `input_ids`, or a .txt file of paragraphs."},
+        metadata={
+            "help": "'stdlib' (Python's standard library), a .jsonl, .json, .parquet or .txt file (each paragraph a text), a folder of such, "
+            "or a dataset on the Hub; of conversations (column `messages`), texts (`text`) or tokens (`input_ids`, with a `loss_mask` or without)."
+        },
+    )
+    dataset_config: str | None = field(default=None, metadata={"help": "The dataset's configuration, where the Hub's has several."})
+    dataset_split: str = field(default="train", metadata={"help": "Split to read, of a folder or of a dataset on the Hub."})
+    dataset_column: str | None = field(
+        default=None, metadata={"help": "Column to read. None: `messages`, `conversations`, `input_ids` or `text`, the first that is there."}
+    )
+    dataset_num_proc: int | None = field(default=None, metadata={"help": "Processes that encode the dataset. None: one."})
+    streaming: bool = field(
+        default=False,
+        metadata={"help": "Read the dataset while training, not before; needs max_steps. Rows are shuffled 1,000 at a time."},
     )
     extra_rows: list[str] | None = field(
-        default=None, metadata={"help": ".jsonl files of `input_ids`, as `hf-dspark regenerate` writes, to train on besides the dataset."}
+        default=None, metadata={"help": "Files (or other datasets, as above) to train on besides the dataset, such as `hf-dspark regenerate` writes."}
+    )
+    enable_thinking: bool | None = field(
+        default=None, metadata={"help": "Passed to the chat template that renders conversations. None: the template's own default."}
+    )
+    split_turns: bool = field(
+        default=False,
+        metadata={
+            "help": "Give an assistant turn that the chat template rewrites later (drops its reasoning) a row of its own, ending with it; "
+            "without, such turns are not trained on."
+        },
     )
     num_held_out: int = field(
         default=96,
         metadata={
-            "help": "Texts kept out of training, for evaluations: of 'stdlib' as many as in the target's recipe, of a file, rows spread over it."
+            "help": "Rows kept out of training, for evaluations: of 'stdlib' as many modules as in the target's recipe, of a stream the first, "
+            "of other datasets spread over all."
         },
     )
     max_eval_rows: int = field(default=128, metadata={"help": "Rows of the held-out texts that an evaluation reads, at most."})
-    max_length: int = field(default=4096, metadata={"help": "Tokens of a training row, at most; longer texts are cut into several rows."})
+    max_length: int = field(
+        default=4096, metadata={"help": "Tokens of a training row, at most; longer texts become several rows, longer conversations lose their end."}
+    )
     init_draft: str | None = field(
         default=None, metadata={"help": "Go on training this draft, a folder or a Hub id; its own config decides its shape."}
     )
@@ -53,6 +79,9 @@ class DistillationArguments(TrainingArguments):
     enable_confidence_head: bool = field(default=True, metadata={"help": "Whether the draft learns to estimate its acceptance."})
     confidence_head_with_markov: bool = field(default=True, metadata={"help": "Whether that head also reads the previous token's Markov embedding."})
     num_anchors: int = field(default=512, metadata={"help": "Blocks drawn from each row, at most."})
+    packing: bool = field(
+        default=False, metadata={"help": "Several texts, none of which sees another, in a training row of up to max_length tokens: less padding."}
+    )
     mask_token_id: int | None = field(default=None, metadata={"help": "Token that fills a block and never occurs in text. None: the tokenizer's."})
     draft_vocab_size: int | None = field(default=None, metadata={"help": "The draft predicts only this many, the most frequent tokens. None: all."})
     ce_weight: float = field(default=0.1, metadata={"help": "Weight of the cross-entropy with the text's own tokens."})
@@ -76,6 +105,8 @@ class DistillationArguments(TrainingArguments):
         self._check_numbers()
         if isinstance(self.extra_rows, str):  # one file, written without brackets
             self.extra_rows = [self.extra_rows]
+        if self.streaming:
+            self._check_streaming()
         if self.save_dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"save_dtype must be bfloat16, float16 or float32, got {self.save_dtype!r}")
         if self.remove_unused_columns:
@@ -87,6 +118,19 @@ class DistillationArguments(TrainingArguments):
         """The weights of the loss terms as one value."""
         return LossWeights(self.ce_weight, self.l1_weight, self.confidence_weight, self.decay_gamma)
 
+    def _check_streaming(self) -> None:
+        if self.dataset == "stdlib":
+            raise ValueError("streaming=True reads files and datasets on the Hub, 'stdlib' is read as a whole; leave it out")
+        if self.max_steps < 1:
+            raise ValueError(f"streaming=True needs max_steps, the end of a stream is not known; got max_steps={self.max_steps}")
+        if self.extra_rows:
+            raise ValueError(f"streaming=True reads one dataset, got extra_rows={self.extra_rows}; put all rows into one folder")
+        if self.draft_vocab_size is not None and self.init_draft is None:
+            raise ValueError(
+                f"draft_vocab_size={self.draft_vocab_size} is chosen by counting the tokens of all rows, which streaming=True doesn't read before; "
+                "turn one of them off"
+            )
+
     def _check_numbers(self) -> None:
         for option in fields(self):
             value = getattr(self, option.name)
@@ -94,8 +138,8 @@ class DistillationArguments(TrainingArguments):
                 raise ValueError(f"{option.name} must be a number, got the text {value!r} (YAML reads 6e-4 as text: write 6.0e-4)")
         if self.max_length < self.block_size + 2:
             raise ValueError(f"max_length must be at least block_size + 2 = {self.block_size + 2} for a whole block to fit in, got {self.max_length}")
-        for name in ("block_size", "num_draft_layers", "num_anchors"):
-            if getattr(self, name) < 1:
+        for name in ("block_size", "num_draft_layers", "num_anchors", "dataset_num_proc"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("num_held_out", "max_eval_rows", "ce_weight", "l1_weight", "confidence_weight"):
             if getattr(self, name) < 0:

@@ -1,51 +1,259 @@
-"""Training text as rows of token ids, and batches of them."""
+"""Training data as rows of token ids with their loss mask: from conversations, plain text or ids; from files, folders or the Hub."""
 
+from collections import Counter
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
-from datasets import Dataset, Features, List, Value, concatenate_datasets, load_dataset
+import pyarrow.compute as pc
+from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets, load_dataset
+from datasets.exceptions import DatasetsError
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from hf_dspark.distillation.arguments import DistillationArguments
+from hf_dspark.distillation.conversations import ChatTemplate, read_messages
 from hf_dspark.distillation.corpus import held_out_split, stdlib_modules
 
-__all__ = ["cut_rows", "load_rows"]
+__all__ = ["RowEncoder", "encode_rows", "load_rows"]
 
-_ROWS = Features({"input_ids": List(Value("int32"))})
+_ROWS = Features({"input_ids": List(Value("int32")), "loss_mask": List(Value("bool"))})
+# What became of each row beside its tokens: why it can't be used (empty: it can), its assistant turns left out, whether it was too long.
+_NOTES = Features({"problem": Value("string"), "num_left_out": Value("int32"), "is_cut": Value("bool")})
+_READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
+_KINDS = {"messages": "messages", "conversations": "messages", "input_ids": "ids", "text": "text"}
+_HOLDS = {"messages": "lists of {role, content}", "ids": "lists of token ids", "text": "text"}
+_SHUFFLED_ROWS = 1000
+
+_NO_ANSWER = "without an assistant message"
+_REWRITTEN = "rewritten by the template"
+_REFUSED = "refused by the template"
+_ADVICE = {
+    _NO_ANSWER: "there are only prompts: let the target answer them first (hf-dspark regenerate), and train on what it writes",
+    _REWRITTEN: "the prompt that the chat template makes is not how its own conversations begin; mark the assistant's text in the template "
+    "with {% generation %}, or train on input_ids with a loss_mask",
+    _REFUSED: "the messages lack what the chat template needs (their roles, their order, a content that is text)",
+}
 
 
-def load_rows(args: DistillationArguments, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset | None]:
-    """(training, held-out) rows of `args.dataset`, column `input_ids`; at most `args.max_eval_rows` of the latter, None without any.
+def load_rows(args: DistillationArguments, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset | IterableDataset, Dataset | None]:
+    """(training, held-out) rows of `args.dataset`: `input_ids` (tokens,) int32 and `loss_mask` (tokens,) bool, at most `args.max_length` tokens.
+
+    At most `args.max_eval_rows` of the held-out ones, None without any; with `args.streaming` the training rows are an IterableDataset
+    that is encoded as it is read. The main process prints one line of counts.
 
     Raises:
-        ValueError: the dataset is unknown, has neither a column `text` nor `input_ids`, or leaves no rows to train on.
+        ValueError: the dataset is unknown or unreadable, has no column to read, or leaves no rows to train on; its conversations can't be
+            rendered by the tokenizer's chat template.
     """
+    with args.main_process_first(desc="reading the dataset"):
+        if args.streaming:
+            return _stream_rows(args, tokenizer)
+        train, held_out = _split(args)
+        parts = [(train, args.dataset), *((_load(file, args), file) for file in args.extra_rows or [])]
+        encoded = concatenate_datasets([encode_rows(part, tokenizer, args, name) for part, name in parts])
+        rows, line = _usable(encoded, args)
+        eval_rows = _held_out_rows(encode_rows(held_out, tokenizer, args, args.dataset), args) if len(held_out) else None
+    if args.process_index == 0:
+        print(f"{line}; held-out rows {len(eval_rows or [])}")
+    return rows, eval_rows
+
+
+def encode_rows(
+    source: Dataset | IterableDataset, tokenizer: PreTrainedTokenizerBase, args: DistillationArguments, name: str, head: Dataset | None = None
+) -> Dataset | IterableDataset:
+    """Encodes `source`, called `name` in errors: columns `input_ids`, `loss_mask`, and notes on each row.
+
+    Args:
+        head: the first rows of a stream, which tell what its columns hold.
+    """
+    known = source if head is None else head
+    # The column that the dataset names need not be in the extra rows.
+    named = args.dataset_column if name == args.dataset or args.dataset_column in known.column_names else None
+    column, kind = _find_column(known, named, name)
+    chat = ChatTemplate(tokenizer, args.enable_thinking) if kind == "messages" else None
+    encoder = RowEncoder(tokenizer, column, kind, args.max_length, args.block_size + 2, chat, args.split_turns)
+    options = dict(batched=True, batch_size=64, remove_columns=known.column_names, features=Features({**_ROWS, **_NOTES}))
+    if isinstance(source, Dataset):
+        options["num_proc"] = args.dataset_num_proc
+    return source.map(encoder, **options)
+
+
+@dataclass(frozen=True, slots=True)
+class RowEncoder:
+    """Encodes batches of a dataset's rows: `column` of the `kind` messages, ids or text.
+
+    Text gets its bos and eos token and is cut into rows of at most `max_length` tokens, and so are ids with their `loss_mask`, where the
+    dataset has one; a row never holds two texts. Of a conversation the first `max_length` tokens are taken. Rows of fewer than
+    `shortest` tokens, or without two neighbouring supervised ones, come out empty with the reason in `problem`.
+
+    Raises:
+        ValueError: a row's loss_mask and input_ids differ in length.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    column: str
+    kind: str
+    max_length: int
+    shortest: int
+    chat: ChatTemplate | None = None
+    split_turns: bool = False
+
+    def __call__(self, batch: dict[str, list]) -> dict[str, list]:
+        values = batch[self.column]
+        if self.kind == "messages":
+            rows = [row for value in values for row in self._conversation_rows(value)]
+        elif self.kind == "ids":
+            masks = batch["loss_mask"] if "loss_mask" in batch else [None] * len(values)
+            rows = [row for ids, mask in zip(values, masks) for row in self._pieces(ids or [], mask)]
+        else:
+            texts = self.tokenizer([text or "" for text in values])["input_ids"]
+            rows = [row for ids in texts for row in self._pieces(_with_ends(ids, self.tokenizer), None)]
+        return {name: [row[name] for row in rows] for name in (*_ROWS, *_NOTES)}
+
+    def _conversation_rows(self, value) -> list[dict]:
+        messages = read_messages(value)
+        if not messages:
+            return [_row([], [], "that are no list of messages with a role" if messages is None else _NO_ANSWER)]
+        try:
+            conversations = self.chat.encode_turns(messages) if self.split_turns else [self.chat.encode(messages)]
+        except (TemplateError, TypeError) as error:
+            return [_row([], [], f"{_REFUSED} ({error})")]
+        rows = []
+        for encoded in conversations:
+            ids, mask = encoded.input_ids[: self.max_length], encoded.loss_mask[: self.max_length]
+            problem = self._problem(ids, mask)
+            if problem and encoded.left_out and not any(encoded.loss_mask):
+                problem = _REWRITTEN
+            rows.append(_row(ids, mask, problem, len(encoded.left_out), len(encoded.input_ids) > self.max_length))
+        # A conversation whose turns have rows of their own needs none itself.
+        return rows[1:] if len(rows) > 1 and rows[0]["problem"] else rows
+
+    def _pieces(self, ids: list[int], mask: list | None) -> list[dict]:
+        mask = [True] * len(ids) if mask is None else list(map(bool, mask))
+        if len(mask) != len(ids):
+            raise ValueError(f"a row has {len(ids)} input_ids and a loss_mask of {len(mask)}; each token needs its own entry in the mask")
+        starts = range(0, max(1, len(ids)), self.max_length)
+        pieces = [(ids[i : i + self.max_length], mask[i : i + self.max_length]) for i in starts]
+        return [_row(*piece, self._problem(*piece)) for piece in pieces]
+
+    def _problem(self, ids: list[int], mask: list[bool]) -> str:
+        if len(ids) < self.shortest:
+            return f"of fewer than {self.shortest} tokens (block_size + 2)"
+        if not any(here and there for here, there in pairwise(mask)):
+            return f"without two neighbouring supervised tokens in max_length={self.max_length}"
+        return ""
+
+
+def _row(ids: list[int], mask: list[bool], problem: str, num_left_out: int = 0, is_cut: bool = False) -> dict:
+    tokens = {"input_ids": [], "loss_mask": []} if problem else {"input_ids": ids, "loss_mask": mask}
+    return {**tokens, "problem": problem, "num_left_out": num_left_out, "is_cut": is_cut and not problem}
+
+
+def _usable(encoded: Dataset, args: DistillationArguments) -> tuple[Dataset, str]:
+    """The rows without a problem, and a line of counts."""
+    problems = encoded["problem"][:]
+    skipped = Counter(problem for problem in problems if problem)
+    reasons = ", ".join(f"{count:,} {problem}" for problem, count in skipped.most_common(3))
+    if skipped.total() == len(problems):
+        advice = next((advice for start, advice in _ADVICE.items() if skipped and skipped.most_common(1)[0][0].startswith(start)), None)
+        raise ValueError(f"dataset {args.dataset!r} has no row to train on: {reasons or 'it is empty'}" + (f"; {advice}" if advice else ""))
+    table = encoded.data
+    num_tokens = pc.sum(pc.list_value_length(table["input_ids"])).as_py()
+    num_supervised = pc.sum(pc.list_flatten(table["loss_mask"])).as_py()
+    line = f"training rows {len(problems) - skipped.total():,}: {num_tokens:,} tokens, {num_supervised / num_tokens:.1%} supervised"
+    line += f"; skipped {skipped.total():,}" + (f" ({reasons})" if reasons else "")
+    if num_left_out := pc.sum(table["num_left_out"]).as_py():
+        line += f"; {num_left_out:,} assistant turns unsupervised, as the template rewrites them later"
+        line += "" if args.split_turns else " (split_turns: true gives them rows of their own)"
+    if num_cut := pc.sum(table["is_cut"]).as_py():
+        line += f"; {num_cut:,} conversations cut at max_length"
+    rows = encoded.remove_columns(list(_NOTES))
+    return (rows.select([i for i, problem in enumerate(problems) if not problem]) if skipped else rows), line
+
+
+def _held_out_rows(encoded: Dataset, args: DistillationArguments) -> Dataset | None:
+    """At most `max_eval_rows`, spread over the usable ones; None: none is usable."""
+    usable = [i for i, problem in enumerate(encoded["problem"]) if not problem]
+    count = min(args.max_eval_rows, len(usable))
+    return encoded.remove_columns(list(_NOTES)).select([usable[i] for i in _spread(count, len(usable))]) if count else None
+
+
+def _stream_rows(args: DistillationArguments, tokenizer: PreTrainedTokenizerBase) -> tuple[IterableDataset, Dataset | None]:
+    stream = _load(args.dataset, args)
+    head = list(stream.take(max(args.num_held_out, 64)))
+    if len(head) <= args.num_held_out:
+        raise ValueError(f"num_held_out={args.num_held_out} leaves nothing to train on of the {len(head)} rows of {args.dataset!r}; lower it")
+    head = Dataset.from_list(head, features=stream.features)
+    _, line = _usable(encode_rows(head, tokenizer, args, args.dataset), args)
+    held_out = head.select(range(args.num_held_out))
+    eval_rows = _held_out_rows(encode_rows(held_out, tokenizer, args, args.dataset), args) if len(held_out) else None
+    if args.process_index == 0:
+        print(f"streaming {args.dataset}; of its first {len(head)} rows: {line}; held-out rows {len(eval_rows or [])}")
+    rest = stream.skip(args.num_held_out).shuffle(seed=args.seed, buffer_size=_SHUFFLED_ROWS)
+    encoded = encode_rows(rest, tokenizer, args, args.dataset, head)
+    return encoded.filter(lambda row: not row["problem"]).remove_columns(list(_NOTES)), eval_rows
+
+
+def _split(args: DistillationArguments) -> tuple[Dataset, Dataset]:
+    """The dataset's rows as (training, held-out): of the standard library by module, else held-out rows spread over all."""
     if args.dataset == "stdlib":
         train, held_out = (list(modules.values()) for modules in held_out_split(stdlib_modules(), args.num_held_out))
-        parts = [Dataset.from_dict({"text": texts}) for texts in (train, held_out)]
+        return Dataset.from_dict({"text": train}), Dataset.from_dict({"text": held_out})
+    rows = _load(args.dataset, args)
+    if args.num_held_out >= len(rows):
+        raise ValueError(
+            f"num_held_out={args.num_held_out} leaves nothing to train on of the {len(rows)} rows of {args.dataset!r}; lower it (0: no held-out rows)"
+        )
+    held_out = _spread(args.num_held_out, len(rows))
+    return rows.select(sorted(set(range(len(rows))) - set(held_out))), rows.select(held_out)
+
+
+def _load(name: str, args: DistillationArguments) -> Dataset | IterableDataset:
+    """The rows of a local file, of the split of a local folder, or of the split of a dataset on the Hub."""
+    path, split = Path(name), args.dataset_split
+    paragraphs = {"sample_by": "paragraph"}
+    if path.is_dir():
+        readers = {_READERS[file.suffix] for file in path.rglob("*") if file.suffix in _READERS}
+        if len(readers) != 1:
+            raise ValueError(f"the folder {name!r} must hold files of one kind ({', '.join(_READERS)}), it has {sorted(readers) or 'none'}")
+        where, options = (str(path), args.dataset_config), paragraphs if "text" in readers else {}
+    elif path.suffix in _READERS or path.is_file():
+        if path.suffix not in _READERS or not path.is_file():
+            raise ValueError(f"dataset must be an existing file of the kind {', '.join(_READERS)}, got {name!r}")
+        # Only named splits of folders and of the Hub can be chosen.
+        where, options, split = (_READERS[path.suffix],), {"data_files": str(path), **(paragraphs if path.suffix == ".txt" else {})}, "train"
     else:
-        parts = _split_file(args.dataset, args.num_held_out)
-    shortest = args.block_size + 2
-    train, held_out = (cut_rows(part, tokenizer, args.max_length, shortest) for part in parts)
-    extra = [cut_rows(_read_rows(file), tokenizer, args.max_length, shortest) for file in args.extra_rows or []]
-    train = concatenate_datasets([train, *extra])
-    if not len(train):
-        raise ValueError(f"dataset {args.dataset!r} has no text of {shortest} tokens (block_size + 2) or more to train on")
-    num_eval = min(args.max_eval_rows, len(held_out))
-    return train, held_out.select(_spread(num_eval, len(held_out))) if num_eval else None
+        where, options = (name, args.dataset_config), {}
+    try:
+        return load_dataset(*where, split=split, streaming=args.streaming, **options)
+    except StopIteration:
+        raise ValueError(f"dataset {name!r} is empty") from None
+    except (DatasetsError, ValueError, FileNotFoundError, ConnectionError) as error:
+        what = "" if path.exists() else " is neither 'stdlib', nor a file or folder here, nor a dataset of the Hub that can be read:"
+        raise ValueError(f"dataset {name!r}{what or ' cannot be read:'} {error}" + (f" ({error.__cause__})" if error.__cause__ else "")) from error
 
 
-def cut_rows(texts: Dataset, tokenizer: PreTrainedTokenizerBase, max_length: int, shortest: int) -> Dataset:
-    """Each text cut into rows of at most `max_length` ids: the column `input_ids` as it is, else `text` between its bos and eos token.
+def _find_column(rows: Dataset, column: str | None, name: str) -> tuple[str, str]:
+    """(column, kind) to read: `column`, or the first of the known names."""
+    found = column or next((known for known in _KINDS if known in rows.column_names), None)
+    if found not in rows.column_names:
+        wanted = f"the column {column!r}" if column else "a column 'messages', 'conversations', 'input_ids' or 'text'"
+        raise ValueError(f"dataset {name!r} needs {wanted}, it has {rows.column_names}; set dataset_column to the one to read")
+    value = next((value for value in rows[found][:1000] if value), None)
+    kind = _kind(value)
+    if kind is None or kind != _KINDS.get(found, kind):
+        wanted = _HOLDS[_KINDS[found]] if found in _KINDS else " or ".join(_HOLDS.values())
+        raise ValueError(f"dataset {name!r}: the column {found!r} must hold {wanted}, its first value is {str(value)[:80]!r}")
+    return found, kind
 
-    A row never holds two texts, so no block crosses from one into another. Rows of fewer than `shortest` ids are left out.
-    """
 
-    def cut(batch: dict) -> dict:
-        texts = batch["input_ids"] if "input_ids" in batch else [_with_ends(ids, tokenizer) for ids in tokenizer(batch["text"])["input_ids"]]
-        rows = [ids[i : i + max_length] for ids in texts for i in range(0, len(ids), max_length)]
-        return {"input_ids": [row for row in rows if len(row) >= shortest]}
-
-    return texts.map(cut, batched=True, batch_size=64, remove_columns=texts.column_names, features=_ROWS)
+def _kind(value) -> str | None:
+    if isinstance(value, str):
+        return "text"
+    if not isinstance(value, list):
+        return None
+    return "ids" if isinstance(value[0], int) else "messages" if isinstance(value[0], dict) else None
 
 
 def _with_ends(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -58,29 +266,3 @@ def _with_ends(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def _spread(count: int, length: int) -> list[int]:
     """`count` indices spread evenly over `length`."""
     return [i * length // count for i in range(count)]
-
-
-def _read_rows(name: str) -> Dataset:
-    if not Path(name).is_file():
-        raise ValueError(f"extra_rows must be an existing .jsonl file of input_ids, got {name!r}")
-    rows = load_dataset("json", data_files=name, split="train")
-    if "input_ids" not in rows.column_names:
-        raise ValueError(f"extra_rows {name!r} needs a column 'input_ids', it has {rows.column_names}")
-    return rows
-
-
-def _split_file(name: str, num_held_out: int) -> tuple[Dataset, Dataset]:
-    path = Path(name)
-    builders = {".jsonl": ("json", {}), ".txt": ("text", {"sample_by": "paragraph"})}
-    if path.suffix not in builders or not path.is_file():
-        raise ValueError(f"dataset must be 'stdlib' or an existing .jsonl or .txt file, got {name!r}")
-    builder, options = builders[path.suffix]
-    texts = load_dataset(builder, data_files=str(path), split="train", **options)
-    if not {"text", "input_ids"} & set(texts.column_names):
-        raise ValueError(f"dataset {name!r} needs a column 'text' or 'input_ids', it has {texts.column_names}")
-    if num_held_out >= len(texts):
-        raise ValueError(
-            f"num_held_out={num_held_out} leaves nothing to train on of the {len(texts)} texts of {name!r}; lower it (0: no held-out texts)"
-        )
-    held_out = _spread(num_held_out, len(texts))
-    return texts.select(sorted(set(range(len(texts))) - set(held_out))), texts.select(held_out)

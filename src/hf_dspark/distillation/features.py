@@ -4,6 +4,7 @@ import inspect
 from typing import NamedTuple
 
 import torch
+from peft import PeftModel
 from transformers import PreTrainedModel
 
 __all__ = ["TargetFeatures", "target_features"]
@@ -22,19 +23,33 @@ class TargetFeatures(NamedTuple):
 
 
 @torch.no_grad()
-def target_features(target: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, layer_ids: list[int]) -> TargetFeatures:
+def target_features(
+    target: PreTrainedModel,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    layer_ids: list[int],
+    position_ids: torch.Tensor | None = None,
+) -> TargetFeatures:
     """Runs `target` over `input_ids` (batch, tokens) long, right-padded where `attention_mask` (batch, tokens) is 0.
 
-    `layer_ids` are 0-based target layers, -1 the embedding's output. The full logits (batch, tokens, vocab) are not computed where
-    the target's forward takes `logits_to_keep`.
+    `layer_ids` are 0-based target layers, -1 the embedding's output. `position_ids` (batch, tokens) long of packed rows start again
+    at 0 with each document and with the padding; transformers then keeps the documents apart by itself, in each layer's own way
+    (sliding windows, flash attention), and `attention_mask` is not used. The full logits (batch, tokens, vocab) are not computed
+    where the target's forward takes `logits_to_keep`.
 
     Raises:
-        ValueError: the target returns no hidden states of a layer asked for.
+        ValueError: the target returns no hidden states of a layer asked for, or packed rows for a target without `position_ids`.
     """
     last_index = target.config.get_text_config().num_hidden_layers
     indices = [layer + 1 for layer in layer_ids]  # hidden_states[0] is the embedding's output
+    # PEFT's own forward names none of these and hands them on.
+    parameters = inspect.signature((target.get_base_model() if isinstance(target, PeftModel) else target).forward).parameters
     options = {}
-    if "logits_to_keep" in inspect.signature(target.forward).parameters:
+    if position_ids is not None:
+        if "position_ids" not in parameters:
+            raise ValueError(f"packing=True: {type(target).__name__} takes no position_ids, which tell packed texts apart; set packing=False")
+        attention_mask, options["position_ids"] = None, position_ids
+    if "logits_to_keep" in parameters:
         # The number 1 slices a view whose product with the head, on a CPU, first copies the head once for each sequence.
         options["logits_to_keep"] = torch.tensor([input_ids.shape[1] - 1], device=input_ids.device)
     outputs = target(

@@ -4,6 +4,7 @@ Axis words: `rows` supervised block slots of all blocks; `block` positions of a 
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 from hf_dspark.distillation.blocks import Blocks
 from hf_dspark.modeling import DSparkDraftModel
 
-__all__ = ["LossTerms", "LossWeights", "decay_weights", "dspark_loss", "expected_tokens_per_round", "slot_losses"]
+__all__ = ["LossTerms", "LossWeights", "Normalisers", "decay_weights", "dspark_loss", "expected_tokens_per_round", "normalisers", "slot_losses"]
 
 # Values of one fp32 tensor over (rows, vocab) that may be alive at once.
 _CHUNK_VALUES = 2**24
@@ -27,9 +28,24 @@ class LossWeights:
     decay_gamma: float | None = 4.0
 
 
+class Normalisers(NamedTuple):
+    """What sums over the slots of a batch are divided by, scalars fp32; of several batches that make one step, add them up.
+
+    ce: summed weights of the supervised slots whose label the draft can predict. slots: of all supervised slots. anchors: number of
+    anchors with a supervised slot.
+    """
+
+    ce: torch.Tensor
+    slots: torch.Tensor
+    anchors: torch.Tensor
+
+
 @dataclass(slots=True)
 class LossTerms:
-    """Scalars fp32: `total` carries the gradient; the others, its unweighted terms and `tokens_per_round`, are detached. None: no confidence head."""
+    """Scalars fp32: `total` carries the gradient; the others, its unweighted terms and `tokens_per_round`, are detached. None: no confidence head.
+
+    Under normalisers of several batches, a batch's share of their means: the shares add up to the means.
+    """
 
     total: torch.Tensor
     ce: torch.Tensor
@@ -43,6 +59,14 @@ def decay_weights(block_size: int, gamma: float | None) -> torch.Tensor:
     return torch.ones(block_size) if gamma is None else torch.exp(-torch.arange(block_size) / gamma)
 
 
+def normalisers(draft: DSparkDraftModel, blocks: Blocks, weights: LossWeights) -> Normalisers:
+    """Those of a batch's `blocks`; they need no forward."""
+    mask = blocks.slot_mask
+    slot_weights = decay_weights(mask.shape[-1], weights.decay_gamma).to(mask.device).expand_as(mask)[mask]
+    predictable = _draft_columns(draft, blocks.labels[mask]) >= 0
+    return Normalisers((slot_weights * predictable).sum(), slot_weights.sum(), mask[..., 0].sum().float())
+
+
 def dspark_loss(
     draft: DSparkDraftModel,
     hidden: torch.Tensor,
@@ -50,27 +74,31 @@ def dspark_loss(
     blocks: Blocks,
     weights: LossWeights,
     chunk_values: int = _CHUNK_VALUES,
+    totals: Normalisers | None = None,
 ) -> LossTerms:
-    """Weighted means over the supervised slots of a batch.
+    """Weighted means over the supervised slots of a batch, or its share of those over several batches.
 
     Args:
         hidden: (batch, anchors, block, hidden), the draft's block hidden states after its final norm.
         last_hidden: (batch, tokens, hidden), the target's after its final norm; its logits at anchor + k teach slot k.
         chunk_values: rows are worked on in chunks of about this many logits.
+        totals: the normalisers of all batches that make one step, over accumulation and processes; None: this batch's own.
 
-    A batch without a supervised slot has loss 0. The law of a draft with a reduced vocabulary is 0 outside it: L1 is over the
-    target's whole vocabulary, CE over the labels that the draft can predict.
+    Without a supervised slot the loss is 0. The law of a draft with a reduced vocabulary is 0 outside it: L1 is over the target's
+    whole vocabulary, CE over the labels that the draft can predict.
     """
     mask = blocks.slot_mask
+    totals = normalisers(draft, blocks, weights) if totals is None else totals
     rows = hidden[mask]  # (rows, hidden)
     previous_ids, labels = blocks.previous_ids[mask], blocks.labels[mask]
     batch_index = torch.arange(mask.shape[0], device=mask.device)[:, None, None].expand_as(mask)
     teacher = last_hidden[batch_index[mask], blocks.positions[mask]]
     inputs = [rows] if draft.markov_head is None else [rows, draft.markov_head.block_features(blocks.previous_ids, hidden)[mask]]
-    slot_weights = decay_weights(mask.shape[-1], weights.decay_gamma).to(hidden.device).expand_as(mask)[mask]
 
     columns = _draft_columns(draft, labels)
-    ce_weights, l1_weights = _normalised(slot_weights * (columns >= 0)), _normalised(slot_weights)
+    slot_weights = decay_weights(mask.shape[-1], weights.decay_gamma).to(hidden.device).expand_as(mask)[mask]
+    # Without any weight there is nothing to divide, and the loss is 0.
+    ce_weights, l1_weights = slot_weights * (columns >= 0) / totals.ce.clamp(min=1e-8), slot_weights / totals.slots.clamp(min=1e-8)
     num_rows = max(1, chunk_values // draft.config.vocab_size)
     coefficients = torch.stack([weights.ce * ce_weights, weights.l1 * l1_weights])
     total, ce, l1 = _weighted_losses(draft, inputs, teacher, columns, coefficients, num_rows)
@@ -81,12 +109,13 @@ def dspark_loss(
         logits = draft.confidence_head(rows, embedding).float()
         confidence = (l1_weights * F.binary_cross_entropy_with_logits(logits, acceptance.clamp(0, 1), reduction="none")).sum()
         total = total + weights.confidence * confidence
+    block_acceptance = torch.zeros_like(mask, dtype=torch.float32).masked_scatter(mask, acceptance)
     return LossTerms(
         total=total,
         ce=(ce_weights * ce).sum(),
         l1=(l1_weights * l1).sum(),
         confidence=None if confidence is None else confidence.detach(),
-        tokens_per_round=expected_tokens_per_round(torch.zeros_like(mask, dtype=torch.float32).masked_scatter(mask, acceptance), mask),
+        tokens_per_round=expected_tokens_per_round(block_acceptance, mask, totals.anchors),
     )
 
 
@@ -115,12 +144,16 @@ def slot_losses(
     return ce, l1 + (1 - target_law.sum(dim=-1)) if reduced else l1
 
 
-def expected_tokens_per_round(acceptance: torch.Tensor, slot_mask: torch.Tensor) -> torch.Tensor:
+def expected_tokens_per_round(acceptance: torch.Tensor, slot_mask: torch.Tensor, num_anchors: torch.Tensor | None = None) -> torch.Tensor:
     """tau = 1 + sum over k of a_1 ... a_k, from `acceptance` (batch, anchors, block), averaged over anchors with a supervised slot
-    by `slot_mask` (batch, anchors, block); slots that don't count end their block -> scalar, 0 without such an anchor."""
+    by `slot_mask` (batch, anchors, block); slots that don't count end their block -> scalar, 0 without such an anchor.
+
+    `num_anchors`: scalar, divides the sum in place of the number of such anchors here.
+    """
     survival = (acceptance * slot_mask).cumprod(dim=-1)
     counted = slot_mask[..., 0]
-    return ((1 + survival.sum(dim=-1)) * counted).sum() / counted.sum().clamp(min=1)
+    num_anchors = counted.sum() if num_anchors is None else num_anchors
+    return ((1 + survival.sum(dim=-1)) * counted).sum() / num_anchors.clamp(min=1)
 
 
 def _weighted_losses(draft, inputs, teacher, columns, coefficients, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -163,8 +196,3 @@ def _draft_columns(draft: DSparkDraftModel, labels: torch.Tensor) -> torch.Tenso
     draft_ids = torch.arange(size, device=labels.device)
     columns[draft.target_ids(draft_ids)] = draft_ids
     return columns[labels]
-
-
-def _normalised(weights: torch.Tensor) -> torch.Tensor:
-    """`weights` (rows,) with sum 1; zeros stay zeros, so that without any the loss is 0."""
-    return weights / weights.sum().clamp(min=1e-8)

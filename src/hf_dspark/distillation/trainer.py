@@ -1,59 +1,58 @@
 """A Trainer whose model is the draft; the target stands beside it and is only asked."""
 
 import torch
-from transformers import PreTrainedModel, Trainer
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from hf_dspark.distillation.arguments import DistillationArguments
-from hf_dspark.distillation.blocks import Blocks, block_hidden_states, make_blocks, sample_batch_anchors
-from hf_dspark.distillation.collator import BlockCollator
-from hf_dspark.distillation.features import TargetFeatures, target_features
-from hf_dspark.distillation.losses import LossTerms, dspark_loss
+from hf_dspark.distillation.blocks import Blocks, block_hidden_states, make_blocks
+from hf_dspark.distillation.collator import BlockCollator, pack_rows
+from hf_dspark.distillation.features import target_features
+from hf_dspark.distillation.first_batch import check_first_batch, check_optimizer
+from hf_dspark.distillation.losses import LossTerms, Normalisers, dspark_loss, normalisers
 from hf_dspark.modeling import DSparkDraftModel
 
 __all__ = ["DSparkTrainer"]
 
 
-class TermAverages:
-    """Running means of the logged terms: ce, l1, confidence (nan without the head) and tau."""
+class EpochCallback(TrainerCallback):
+    """Tells a collator the epoch, which transformers tells its samplers and datasets alone."""
 
-    names = ("ce", "l1", "confidence", "tau")
+    def __init__(self, collator: BlockCollator):
+        self.collator = collator
+        self.next_epoch = 0
 
-    def __init__(self):
-        self.sums: torch.Tensor | None = None
-        self.count = 0
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.next_epoch = int(state.epoch or 0)  # of a checkpoint: whole epochs and the share of the one begun
 
-    def add(self, terms: LossTerms) -> None:
-        confidence = torch.full_like(terms.ce, torch.nan) if terms.confidence is None else terms.confidence
-        values = torch.stack([terms.ce, terms.l1, confidence, terms.tokens_per_round])
-        self.sums = values if self.sums is None else self.sums + values
-        self.count += 1
-
-    def take(self, accelerator) -> dict[str, float]:
-        """The means over all processes since the last call; empty without a step."""
-        if self.sums is None:
-            return {}
-        means = accelerator.reduce(self.sums / self.count, reduction="mean").tolist()
-        self.sums, self.count = None, 0
-        return {name: mean for name, mean in zip(self.names, means) if mean == mean}
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.collator.set_epoch(self.next_epoch)
+        self.next_epoch += 1
 
 
 class DSparkTrainer(Trainer):
-    """Distils `target` into `model`, a [`DSparkDraftModel`] (bare or PEFT-wrapped), on rows of `input_ids` (and `loss_mask`).
+    """Distils `target` into `model`, a [`DSparkDraftModel`] (bare or PEFT-wrapped), on rows of `input_ids` (and `loss_mask`, `sample`).
 
     The target's features are computed online. It is frozen and set to eval mode, moved to the draft's device unless it is spread
-    over several, and neither saved nor optimised. Logs ce, l1, confidence and tau (estimated tokens a round) beside the loss.
+    over several, and neither saved nor optimised. Logs ce, l1, confidence and tau (estimated tokens a round) beside the loss: means
+    over the slots of a whole step (all accumulated batches of all processes), or of a whole evaluation.
 
     Raises:
-        ValueError: the draft does not fit the target; in the first batch, no anchor, or a target whose logits are computed in an
-            unknown way.
+        ValueError: the draft does not fit the target; in the first batch, no anchor, or features that are not the target's own (see
+            first_batch.py); an optimizer that does not hold just the draft.
     """
 
-    # The loss is a mean over the slots of one batch; the Trainer divides it by the accumulation steps.
-    loss_is_scaled_for_ga = False
+    # The loss is a batch's share of the mean over the step: nothing is left to divide.
+    loss_is_scaled_for_ga = True
 
     def __init__(self, model: DSparkDraftModel, target: PreTrainedModel, args: DistillationArguments, **kwargs):
-        pad_token_id = model.config.pad_token_id or 0
-        super().__init__(model=model, args=args, data_collator=kwargs.pop("data_collator", None) or BlockCollator(pad_token_id), **kwargs)
+        options = {"num_anchors": args.num_anchors, "pad_token_id": model.config.pad_token_id or 0}
+        collator = BlockCollator(seed=args.seed, packing=args.packing, **options)
+        # Its seed and epoch never change: evaluations of all runs see the same anchors.
+        self.eval_collator = BlockCollator(**options)
+        if args.packing and kwargs.get("train_dataset") is not None:
+            kwargs["train_dataset"] = pack_rows(kwargs["train_dataset"], args.max_length)
+        super().__init__(model=model, args=args, data_collator=collator, **kwargs)
+        self.add_callback(EpochCallback(collator))
         self.target = target.requires_grad_(False).eval()
         if not hasattr(target, "hf_device_map"):
             self.target.to(args.device)
@@ -63,62 +62,135 @@ class DSparkTrainer(Trainer):
                 "this draft came with an output head (lm_head.weight) that differs from the target's, and would be taught by its own head; "
                 "train it for the target it was made for, or save it without its tables first"
             )
-        self._train_terms, self._eval_terms = TermAverages(), TermAverages()
-        self._first_batch_checked = False
+        self._term_names = ["ce", "l1", "tau", *(["confidence"] if model.config.enable_confidence_head else [])]
+        self._first_step_checked, self._first_batch_checked = False, False
+        self._reset_sums()
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        """transformers', whose rows get the same anchors at every evaluation."""
+        return self._with_eval_collator(super().get_eval_dataloader, eval_dataset)
+
+    def get_test_dataloader(self, test_dataset):
+        """transformers', whose rows get the same anchors each time."""
+        return self._with_eval_collator(super().get_test_dataloader, test_dataset)
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        """The batches of one step, and the normalisers of the losses over all of them and all processes."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        if not batches:
+            return batches, None
+        draft = self.accelerator.unwrap_model(self.model)
+        sums = [torch.stack(normalisers(draft, self._blocks(draft, batch), self.args.loss_weights)) for batch in batches]
+        empty = [(batch["anchors"] < 0).all(dim=1).sum() for batch in batches]
+        counts = self.accelerator.reduce(torch.stack([*sum(sums), sum(empty)]), reduction="sum")
+        totals = Normalisers(*counts[:3])
+        if not self._first_step_checked and not totals.anchors > 0:
+            raise ValueError(
+                f"the first step, of {sum(len(batch['anchors']) for batch in batches)} rows a process, has no anchor: no two neighbouring tokens "
+                "are supervised by its loss_mask; check how the masks were made"
+            )
+        self._first_step_checked = True
+        self._num_steps += 1
+        self._num_empty += counts[3]
+        return batches, totals
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        """One batch: target features, anchors (drawn, or given as `inputs["anchors"]` (batch, anchors)), draft, losses."""
-        draft = self.accelerator.unwrap_model(model)
-        config, input_ids = draft.config, inputs["input_ids"]
-        features = target_features(self.target, input_ids, inputs["attention_mask"], config.target_layer_ids)
-        anchors = inputs["anchors"] if "anchors" in inputs else self._draw_anchors(input_ids, inputs["loss_mask"], model.training)
-        blocks = make_blocks(input_ids, inputs["loss_mask"], anchors, config.block_size, config.mask_token_id)
-        if not self._first_batch_checked:
-            self._check_first_batch(draft, features, blocks)
-        hidden = block_hidden_states(draft, features.hidden_states, blocks, model)
-        terms = dspark_loss(draft, hidden, features.last_hidden, blocks, self.args.loss_weights)
-        (self._train_terms if model.training else self._eval_terms).add(terms)
-        return (terms.total, {"loss": terms.total.detach()}) if return_outputs else terms.total
+        """One batch: target features, blocks at `inputs["anchors"]` (batch, anchors), draft, losses.
+
+        `num_items_in_batch`: the normalisers of the step, from `get_batch_samples`; None: this batch is a step of its own.
+        """
+        terms = self._losses(model, inputs, num_items_in_batch)
+        if num_items_in_batch is not None:
+            self._train_sums += self._stacked(terms)
+        # Gradients of several processes are averaged, the shares of one mean must be added.
+        loss = terms.total if num_items_in_batch is None else terms.total * self.accelerator.num_processes
+        return (loss, {"loss": loss.detach()}) if return_outputs else loss
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        """The loss alone: no logits are gathered."""
+        """Adds a batch's sums to those of the evaluation; no logits are gathered."""
+        inputs = self._prepare_inputs(inputs)
+        inputs["anchors"] = self._without_repeated_rows(inputs["anchors"])
+        draft = self.accelerator.unwrap_model(model)
+        ones = Normalisers(*torch.ones(3, device=self.args.device))
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, self._prepare_inputs(inputs))
-        return loss.detach(), None, None
+            terms = self._losses(model, inputs, ones)
+        totals = normalisers(draft, self._blocks(draft, inputs), self.args.loss_weights)
+        self._eval_sums += torch.cat([self._stacked(terms), torch.stack(totals)])
+        return terms.total.detach() / totals.slots.clamp(min=1e-8), None, None
 
     def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
-        """transformers' loop, with the mean of each term (`eval_tau`, ...) among its metrics."""
-        self._eval_terms = TermAverages()
+        """transformers' loop, with the loss and its terms (`eval_loss`, `eval_tau`, ...) as means over all slots, however batched.
+
+        Raises:
+            ValueError: the rows have no anchor.
+        """
+        num_terms = len(self._term_names)
+        self._eval_sums = torch.zeros(num_terms + 3, device=self.args.device)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in self._eval_terms.take(self.accelerator).items()})
+        sums = self.accelerator.reduce(self._eval_sums, reduction="sum")
+        totals = Normalisers(*sums[num_terms:])
+        if not totals.anchors > 0:
+            raise ValueError("the rows to evaluate have no anchor: no two neighbouring tokens are supervised by their loss_mask")
+        divisors = {"ce": totals.ce, "l1": totals.slots, "tau": totals.anchors, "confidence": totals.slots}
+        means = {name: (value / divisors[name].clamp(min=1e-8)).item() for name, value in zip(self._term_names, sums)}
+        weights = self.args.loss_weights
+        means["loss"] = weights.ce * means["ce"] + weights.l1 * means["l1"] + weights.confidence * means.get("confidence", 0.0)
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in means.items()})
         return output
 
     def log(self, logs, start_time=None):
-        """Adds the mean of each term since the last training log."""
-        if "loss" in logs:
-            logs.update(self._train_terms.take(self.accelerator))
+        """Adds the mean of each term over the steps since the last training log, and how many rows had no anchor, if any."""
+        if "loss" in logs and self._num_steps > 0:
+            means = self.accelerator.reduce(self._train_sums, reduction="sum") / self._num_steps
+            logs.update(zip(self._term_names, means.tolist()))
+            if self._num_empty > 0:
+                logs["empty_samples"] = int(self._num_empty)
+            self._reset_sums()
         super().log(logs, start_time)
 
     def create_optimizer(self, model=None):
-        """transformers' optimizer, checked to hold the draft's trainable parameters and nothing of the target."""
+        """transformers' optimizer, checked to hold the draft's trainable parameters and nothing else."""
         optimizer = super().create_optimizer(model)
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        if foreign := [name for name, parameter in self.target.named_parameters() if id(parameter) in held]:
-            raise ValueError(f"the optimizer holds parameters of the target: {foreign[:3]}; give the trainer the draft alone as its model")
+        if isinstance(optimizer, torch.optim.Optimizer):  # DeepSpeed may make its own later
+            check_optimizer(optimizer, self.model if model is None else model, self.target)
         return optimizer
 
-    def _draw_anchors(self, input_ids: torch.Tensor, loss_mask: torch.Tensor, training: bool) -> torch.Tensor:
-        # The seed is a function of step and batch: the same after resuming, on other workers, and at every evaluation.
-        step = self.state.global_step + 1 if training else 0
-        seed = (self.args.seed * 1_000_003 + step) * 1_000_003 + input_ids.sum().item()
-        generator = torch.Generator().manual_seed(seed % 2**63)
-        return sample_batch_anchors(loss_mask.cpu(), self.args.num_anchors, generator).to(input_ids.device)
+    def _losses(self, model, inputs: dict[str, torch.Tensor], totals: Normalisers | None) -> LossTerms:
+        draft = self.accelerator.unwrap_model(model)
+        layer_ids = draft.config.target_layer_ids
+        features = target_features(self.target, inputs["input_ids"], inputs["attention_mask"], layer_ids, inputs.get("position_ids"))
+        if not self._first_batch_checked:
+            check_first_batch(draft, self.target, inputs, features)
+            self._first_batch_checked = True
+        blocks = self._blocks(draft, inputs)
+        hidden = block_hidden_states(draft, features.hidden_states, blocks, model)
+        return dspark_loss(draft, hidden, features.last_hidden, blocks, self.args.loss_weights, totals=totals)
 
-    def _check_first_batch(self, draft: DSparkDraftModel, features: TargetFeatures, blocks: Blocks) -> None:
-        draft.tables.check_head(features.last_hidden[:, -1], features.last_logits)
-        if not blocks.slot_mask.any():
-            raise ValueError(
-                f"the first batch, of shape {tuple(features.last_hidden.shape[:2])}, has no anchor: no two neighbouring tokens are supervised "
-                "by its loss_mask; check how the masks were made"
-            )
-        self._first_batch_checked = True
+    def _blocks(self, draft: DSparkDraftModel, inputs: dict[str, torch.Tensor]) -> Blocks:
+        size, mask_id = draft.config.block_size, draft.config.mask_token_id
+        return make_blocks(inputs["input_ids"], inputs["loss_mask"], inputs["anchors"], size, mask_id, inputs.get("position_ids"))
+
+    def _with_eval_collator(self, make_dataloader, dataset):
+        collator = self.data_collator
+        self.data_collator = self.eval_collator
+        try:
+            return make_dataloader(dataset)
+        finally:
+            self.data_collator = collator
+
+    def _without_repeated_rows(self, anchors: torch.Tensor) -> torch.Tensor:
+        """`anchors` (batch, anchors), -1 in the rows with which accelerate fills up the last batches of several processes."""
+        state = self.accelerator.gradient_state
+        if self.accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder <= 0:
+            return anchors
+        rows = torch.arange(len(anchors), device=anchors.device) + self.accelerator.process_index * len(anchors)
+        return anchors.masked_fill((rows >= state.remainder)[:, None], -1)
+
+    def _reset_sums(self) -> None:
+        device = self.args.device
+        self._train_sums = torch.zeros(len(self._term_names), device=device)
+        self._num_empty, self._num_steps = torch.zeros((), device=device), 0
+
+    def _stacked(self, terms: LossTerms) -> torch.Tensor:
+        values = {"ce": terms.ce, "l1": terms.l1, "tau": terms.tokens_per_round, "confidence": terms.confidence}
+        return torch.stack([values[name] for name in self._term_names])

@@ -13,9 +13,7 @@ def choose(weights: torch.Tensor, generator: torch.Generator | None = None) -> t
     return torch.multinomial(weights, num_samples=1, generator=generator).squeeze(1)
 
 
-def accept_or_replace(
-    scores: torch.Tensor, draft_id: int | None, draft_law: torch.Tensor | None, generator: torch.Generator | None = None
-) -> int:
+def accept_or_replace(scores: torch.Tensor, draft_id: int | None, draft_law: torch.Tensor | None, generator: torch.Generator | None = None) -> int:
     """The token at one position: `draft_id` itself when it is accepted, otherwise the token that replaces it.
 
     Args:

@@ -1,6 +1,7 @@
 """Drafts one round for one request: context, parallel stage, sequential stage, confidence prefix (paper section 3.1)."""
 
 import logging
+import math
 from dataclasses import dataclass
 
 import torch
@@ -112,6 +113,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
 
     def forget(self) -> None:
         """Frees the draft's keys and values, which nothing continues."""
+        if self._target_cache is not None:
+            forget_draft_state(self._target_cache)
         self.state = self._target_cache = None
 
     def propose(self, input_ids: torch.Tensor, max_tokens: int) -> Proposal:
@@ -155,10 +158,13 @@ class DSparkCandidateGenerator(CandidateGenerator):
         return index if target_ids is None else target_ids[index], law
 
     def _confident_prefix(self, confidence: list[float]) -> int:
-        """Drafts before the first whose c_k or a_k = c_1 ... c_k falls below its threshold."""
+        """Drafts before the first whose c_k or a_k = c_1 ... c_k falls below its threshold, or whose c_k is not finite."""
         survival = 1.0
         for k, conditional in enumerate(confidence):
             survival *= conditional
+            if not math.isfinite(conditional):
+                self._fail(FloatingPointError("the draft's confidence is not finite"))
+                return k
             if conditional < self.options.conditional_threshold or survival < self.options.survival_threshold:
                 return k
         return len(confidence)
@@ -221,10 +227,10 @@ def propose_all(generators: list[DSparkCandidateGenerator], texts: list[torch.Te
     ready = [i for i, generator in enumerate(generators) if budgets[i] >= 1 and generator.failure is None]
     for i in ready:
         generators[i]._check_head()
-    drafters = [_Drafter(generators[i], texts[i], budgets[i]) for i in ready]
-    if not drafters:
+    if not ready:
         return proposals
     try:
+        drafters = [_Drafter(generators[i], texts[i], budgets[i]) for i in ready]
         hidden = _block_hidden(drafters)
     except Exception as error:
         if len(ready) == 1:
@@ -236,29 +242,29 @@ def propose_all(generators: list[DSparkCandidateGenerator], texts: list[torch.Te
         return proposals
     try:
         _sequential_stage(drafters, hidden)
-        confidences = _confidences(drafters, hidden)
-        drafted = [drafter.proposal(confidence) for drafter, confidence in zip(drafters, confidences)]
+        _cut_by_confidence(drafters, hidden)
     except Exception as error:
-        # What has been drawn may have caused it: a second draw would have another law, so no one tries again.
         for i in ready:
             generators[i]._fail(error)
-        return proposals
-    for i, proposal in zip(ready, drafted):
-        proposals[i] = proposal
+    for i, drafter in zip(ready, drafters):
+        proposals[i] = drafter.proposal()
     return proposals
 
 
 class _Drafter:
-    """One request's part of a round: the tokens drafted so far and their laws."""
+    """One request's part of a round: the tokens drafted so far, their laws and confidences.
+
+    What a failure finds drawn is sent all the same: what is sent must not depend on what was drawn, or the law would be another.
+    """
 
     def __init__(self, generator: DSparkCandidateGenerator, input_ids: torch.Tensor, max_tokens: int):
         self.generator, self.input_ids, self.max_tokens = generator, input_ids, max_tokens
         self.processors = draft_processors(generator.processors) if len(generator.processors) else None
         self.tokens: list[torch.Tensor] = []
         self.laws: list[torch.Tensor] = []
+        self.confidence: list[float] | None = None
         self.goes_on = True
-        state = generator.state
-        self.positions = state.pending_positions()
+        self.positions = generator.state.pending_positions()
         self.anchor = generator._next_slot - generator._num_padded
 
     def add(self, row: torch.Tensor, target_ids: torch.Tensor | None) -> None:
@@ -266,8 +272,9 @@ class _Drafter:
         try:
             drawn = self.generator._next_token(row, target_ids, self.input_ids, self.tokens, self.processors)
         except Exception as error:
-            self.tokens, self.laws, drawn = [], [], None
+            self.goes_on = False
             self.generator._fail(error)
+            return
         if drawn is None:
             self.goes_on = False
             return
@@ -277,11 +284,14 @@ class _Drafter:
             self.laws.append(law)
         self.goes_on = len(self.tokens) < self.max_tokens
 
-    def proposal(self, confidence: list[float] | None) -> Proposal:
-        keep = len(self.tokens) if confidence is None else self.generator._confident_prefix(confidence[: len(self.tokens)])
-        ids = torch.stack(self.tokens[:keep]).tolist() if keep else []
-        law = torch.stack(self.laws[:keep]) if self.laws and keep else None
-        return Proposal(ids, law, None if confidence is None else confidence[:keep])
+    def proposal(self) -> Proposal:
+        """What is sent to the target; nothing when the device has lost it."""
+        try:
+            ids = torch.stack(self.tokens).tolist() if self.tokens else []
+            return Proposal(ids, torch.stack(self.laws) if self.laws else None, self.confidence)
+        except Exception as error:
+            self.generator._fail(error)
+            return Proposal([])
 
 
 def _block_hidden(drafters: list[_Drafter]) -> torch.Tensor:
@@ -333,28 +343,21 @@ def _sequential_stage(drafters: list[_Drafter], hidden: torch.Tensor) -> None:
         previous = torch.stack([drafter.tokens[-1] if drafter.goes_on else previous[i] for i, drafter in enumerate(drafters)])
 
 
-def _confidences(drafters: list[_Drafter], hidden: torch.Tensor) -> list[list[float] | None]:
-    """c_k (eq. 7) of each drafted token, None for a request that nobody asks for it. c_k reads x_{k-1} and h_k, never x_k, so a cut
-    before token k does not depend on it."""
+def _cut_by_confidence(drafters: list[_Drafter], hidden: torch.Tensor) -> None:
+    """c_k (eq. 7) of each drafted token, where somebody asks for it, and the cut. c_k reads x_{k-1} and h_k, never x_k, so a cut before
+    token k does not depend on it."""
     head, markov_head = drafters[0].generator.draft.confidence_head, drafters[0].generator.draft.markov_head
-    confidences: list[list[float] | None] = []
     for drafter, rows in zip(drafters, hidden):
-        options, generator = drafter.generator.options, drafter.generator
+        options, generator, count = drafter.generator.options, drafter.generator, len(drafter.tokens)
         if head is None or not (generator.keeps_confidence or options.survival_threshold or options.conditional_threshold):
-            confidences.append(None)
             continue
-        count = len(drafter.tokens)
         embedding = None
         if head.with_markov:
             anchor = drafter.input_ids[0, -1].to(rows.device)
             embedding = markov_head.markov_w1(torch.stack([anchor, *drafter.tokens])[:count])
-        try:
-            confidences.append(_finite(torch.sigmoid(head(rows[:count], embedding).float())).tolist() if count else [])
-        except FloatingPointError as error:
-            drafter.tokens, drafter.laws = [], []
-            generator._fail(error)
-            confidences.append(None)
-    return confidences
+        confidence = torch.sigmoid(head(rows[:count], embedding).float()).tolist() if count else []
+        keep = generator._confident_prefix(confidence)
+        drafter.tokens, drafter.laws, drafter.confidence = drafter.tokens[:keep], drafter.laws[:keep], confidence[:keep]
 
 
 def _finite(values: torch.Tensor) -> torch.Tensor:

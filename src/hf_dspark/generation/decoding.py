@@ -31,10 +31,11 @@ class Request:
         streamer=None,
         random: torch.Generator | None = None,
     ):
-        self.target, self.input_ids, self.generation_config, self.sequence = target, input_ids, generation_config, sequence
+        self.target, self.generation_config, self.sequence = target, generation_config, sequence
         self.logits_processor, self.stopping_criteria = logits_processor, stopping_criteria
         self.generator, self.streamer, self.random = generator, streamer, random
-        self.prompt_ids = input_ids
+        self.prompt_ids = self._joined_ids = input_ids
+        self._unjoined: list[int] = []  # tokens behind `_joined_ids`; joined where somebody wants the text as a tensor
         self.started = self.finished = False
         self.error: Exception | None = None
         self.num_begun = 0  # positions of this round whose token has been asked for
@@ -53,6 +54,19 @@ class Request:
             generator.random = random
 
     @property
+    def input_ids(self) -> torch.Tensor:
+        """The text so far, (1, tokens) long."""
+        if self._unjoined:
+            self._joined_ids = torch.cat([self._joined_ids, self._joined_ids.new_tensor([self._unjoined])], dim=1)
+            self._unjoined = []
+        return self._joined_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the text so far."""
+        return self._joined_ids.shape[1] + len(self._unjoined)
+
+    @property
     def overrides(self) -> dict:
         """Model arguments that make the target return what the draft reads."""
         return {} if self.generator is None or self.generator.failure else self.generator.model_kwargs_overrides
@@ -60,7 +74,7 @@ class Request:
     @property
     def budget(self) -> int:
         """Tokens that may still be written."""
-        return self.max_length - self.input_ids.shape[1]
+        return self.max_length - self.num_tokens
 
     @property
     def num_to_draft(self) -> int:
@@ -142,8 +156,8 @@ class Request:
             self.finished = self._stops(tokens)
             if self.finished or token != draft_id:
                 break
-        self.input_ids = self._prefix(tokens)
-        self.sequence.advance(len(tokens), outputs)
+        self._unjoined += tokens
+        self.sequence.advance(tokens, outputs)
         if self.clock is not None:
             self.clock.note(len(tokens), len(proposal.ids), accepted, proposal.confidence)
         return len(tokens)
@@ -152,7 +166,7 @@ class Request:
         """Processed scores (1, vocab) fp32 of the position after `tokens`; None where greedy decoding needs no row of its own."""
         if plain and not self.keep_rows:
             return None
-        logits = row[None].to(copy=True, dtype=torch.float32, device=self.input_ids.device)
+        logits = row[None].to(copy=True, dtype=torch.float32, device=self._joined_ids.device)
         if self.logits is not None:
             self.logits += (logits.clone(),)
         scores = self.logits_processor(self._prefix(tokens), logits) if self.logits_processor else logits

@@ -63,15 +63,15 @@ def draw(row: torch.Tensor, processors: LogitsProcessorList, generator: torch.Ge
         return None
     first, *others = processors
     if type(first) is TopKLogitsWarper:
-        kept = _of_top_k(row, first.top_k)
+        kept = _of_top_k(row, temperature, first.top_k)
     elif type(first) is TopPLogitsWarper and first.min_tokens_to_keep == 1:
         kept = _of_top_p(row, temperature, first.top_p)
     else:
         return None
     if kept is None:
         return None
-    values = row[kept].float()
-    scores = values[None] / temperature
+    values = row[kept].float() / temperature
+    scores = values[None]
     for processor in others:
         if _too_close(processor, scores[0]):
             return None
@@ -82,11 +82,12 @@ def draw(row: torch.Tensor, processors: LogitsProcessorList, generator: torch.Ge
     return kept[choose(torch.softmax(scores, dim=-1), generator).item()].item()
 
 
-def _of_top_k(row: torch.Tensor, top_k: int) -> torch.Tensor | None:
+def _of_top_k(row: torch.Tensor, temperature: float, top_k: int) -> torch.Tensor | None:
     """Ids of all tokens as good as the `top_k`-th or better, of which there can be more; None where they can't be told."""
     if 2 * top_k > _NUCLEUS_SIZES[-1]:
         return None
     values, ids = (best[0] for best in best_tokens(row[None], 2 * top_k))
+    values = values.float() / temperature  # which may make neighbours equal
     count = int((values >= values[top_k - 1]).sum())
     return ids[:count] if count < len(values) else None
 
@@ -96,7 +97,8 @@ def _of_top_p(row: torch.Tensor, temperature: float, top_p: float) -> torch.Tens
     normaliser = torch.logsumexp(row.float() / temperature, dim=-1)
     for size in _NUCLEUS_SIZES:
         values, ids = (best[0] for best in best_tokens(row[None], size))
-        mass = (values.float() / temperature - normaliser).exp_().double().cumsum(0)
+        values = values.float() / temperature
+        mass = (values - normaliser).exp_().double().cumsum(0)
         count = 1 + int((mass < top_p).sum())
         if count < len(values):
             split = values[count] == values[count - 1]

@@ -10,6 +10,7 @@ import weakref
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from inspect import signature
 
 import torch
@@ -44,6 +45,14 @@ class KeyValues:
         """Tokens held, as transformers' caches call it."""
         return self.length
 
+    def rollback(self, num_tokens: int, clear: bool = False) -> None:
+        """Drops the last `num_tokens`; `clear`: their values as well, which are not finite and would be read with weight 0."""
+        self.length -= num_tokens
+        if clear:
+            for keys_and_values in self.pool.layers.values():
+                for buffer in keys_and_values:
+                    buffer[self.slot, self.length :] = 0
+
     def release(self) -> None:
         """Gives the place back; may be called again."""
         if self.pool is not None:
@@ -52,7 +61,7 @@ class KeyValues:
 
 
 class KeyValuePool:
-    """Keys and values of requests of about the same length, per layer (slots, kv_heads, capacity, head_dim).
+    """Keys and values of requests of about the same length, per layer (slots, capacity, kv_heads, head_dim).
 
     Capacity grows in blocks with the longest request, slots with their number; the slots in use are always the first ones.
     """
@@ -67,12 +76,14 @@ class KeyValuePool:
         return self.held[-1]
 
     def remove(self, place: KeyValues) -> None:
-        """Frees a place, which the last one moves into."""
+        """Frees a place, which the last one moves into, and leaves nothing of the one who had it: see `_grown`."""
         last = self.held.pop()
+        for keys_and_values in self.layers.values():
+            for buffer in keys_and_values:
+                if last is not place:
+                    buffer[place.slot] = buffer[last.slot]
+                buffer[last.slot] = 0
         if last is not place:
-            for keys_and_values in self.layers.values():
-                for buffer in keys_and_values:
-                    buffer[place.slot, :, : last.length] = buffer[last.slot, :, : last.length]
             last.slot = place.slot
             self.held[last.slot] = last
         if not self.held:
@@ -81,22 +92,26 @@ class KeyValuePool:
             if len(keys) > 2 * len(self.held):
                 self.layers[layer_idx] = keys[: len(self.held)].clone(), values[: len(self.held)].clone()
 
-    def buffers(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's keys and values, with room for `length` tokens in every place; made like rows (kv_heads, rows, head_dim)."""
+    def write(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, group: "_Group") -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes the group's rows of (kv_heads, rows, head_dim); returns the layer's whole keys and values."""
         held = self.layers.get(layer_idx, (None, None))
-        if held[0] is None or len(held[0]) < len(self.held) or held[0].shape[2] < length:
-            held = self.layers[layer_idx] = tuple(self._grown(buffer, rows, length) for buffer, rows in zip(held, (keys, values)))
+        if held[0] is None or len(held[0]) < len(self.held) or held[0].shape[1] < group.longest:
+            held = self.layers[layer_idx] = tuple(self._grown(buffer, rows, group.longest) for buffer, rows in zip(held, (keys, values)))
+        where = group.where(held[0].shape[1])
+        for buffer, rows in zip(held, (keys, values)):
+            rows = rows.transpose(0, 1)  # (rows, kv_heads, head_dim)
+            buffer.flatten(0, 1).index_copy_(0, where, rows if group.rows is None else rows[group.rows])
         return held
 
     def _grown(self, buffer: torch.Tensor | None, rows: torch.Tensor, length: int) -> torch.Tensor:
         slots, capacity = len(self.held), -(-(length + 1) // _BLOCK) * _BLOCK
         if buffer is not None:
-            slots = max(slots, len(buffer)) if len(buffer) >= slots else max(slots, len(buffer) * 3 // 2)
-            capacity = max(capacity, buffer.shape[2]) if buffer.shape[2] >= length else max(capacity, buffer.shape[2] * 5 // 4)
+            slots = len(buffer) if len(buffer) >= slots else max(slots, len(buffer) * 3 // 2)
+            capacity = buffer.shape[1] if buffer.shape[1] >= length else max(capacity, buffer.shape[1] * 5 // 4)
         # Zeros: places beyond a request's length are read, with weight 0, and must not hold what a 0 does not cancel.
-        grown = rows.new_zeros(slots, rows.shape[0], capacity, rows.shape[2])
+        grown = rows.new_zeros(slots, capacity, rows.shape[0], rows.shape[2])
         if buffer is not None:
-            grown[: len(buffer), :, : buffer.shape[2]] = buffer
+            grown[: len(buffer), : buffer.shape[1]] = buffer
         return grown
 
 
@@ -113,10 +128,10 @@ class KeyValueStore:
 
 @dataclass(slots=True)
 class Segment:
-    """One request's part of a packed forward: its place, the ids (rows,) long to process, and of how many rows the logits are kept."""
+    """One request's part of a packed forward: its place, the ids to process, a row each, and of how many rows the logits are kept."""
 
     place: KeyValues
-    ids: torch.Tensor
+    ids: list[int]
     num_kept: int
 
 
@@ -128,16 +143,18 @@ def _positions(segments: list[Segment]) -> list[int]:
 class _Group:
     """The segments of one pool in one packed forward, and where their rows and keys are."""
 
-    def __init__(self, pool: KeyValuePool, segments: list[Segment], rows: list[slice], device: torch.device):
+    def __init__(self, pool: KeyValuePool, segments: list[Segment], rows: list[slice], num_rows: int, device: torch.device):
         self.pool = pool
         places = [(segment.place.slot, segment.place.length, own) for segment, own in zip(segments, rows)]
         self.fresh = [own for _, length, own in places if length == 0]
         going = sorted((place for place in places if place[1] > 0), key=lambda place: place[0])
         self.longest = max(length + own.stop - own.start for _, length, own in places)
         # Where every row's keys and values are written.
-        self.rows = torch.tensor([row for own in rows for row in range(own.start, own.stop)], device=device)
+        all_rows = [row for own in rows for row in range(own.start, own.stop)]
+        self.rows = None if len(all_rows) == num_rows else torch.tensor(all_rows, device=device)  # None: all rows of the forward
         self.row_slots = torch.tensor([slot for slot, _, own in places for _ in range(own.start, own.stop)], device=device)
         self.row_positions = torch.tensor(_positions(segments), device=device)
+        self._where: tuple[int, torch.Tensor] | None = None
         self.num_going = len(going)
         if not going:
             return
@@ -150,10 +167,18 @@ class _Group:
         starts, last = torch.tensor([own.start for own in own_rows])[:, None], torch.tensor(widths)[:, None] - 1
         # A narrower request repeats its last row, which is left out again.
         self.query_rows = (starts + steps.minimum(last)).to(device)  # (requests, width)
+        # The rows of the forward as they are: nothing to gather.
+        self.in_order = self.even and self.query_rows.numel() == num_rows and list(own_rows) == sorted(own_rows, key=lambda own: own.start)
         self.real = (steps <= last).to(device)
         self.positions = (torch.tensor(lengths)[:, None] + steps.minimum(last)).to(device)
         self.same_length = self.width == 1 and min(lengths) == max(lengths)
         self.masks: dict[int | None, torch.Tensor | None] = {}
+
+    def where(self, capacity: int) -> torch.Tensor:
+        """Where every row's keys are written, (rows,) long, in a pool whose slots and capacity are one axis."""
+        if self._where is None or self._where[0] != capacity:
+            self._where = capacity, self.row_slots * capacity + self.row_positions
+        return self._where[1]
 
     def mask(self, window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
         """(requests, 1, groups * width, reach), 0 where a row may look, else -inf; None: everything is seen."""
@@ -174,7 +199,7 @@ class _Group:
 class _Step:
     """One packed forward: its segments by pool, and the sliding window that each layer was given."""
 
-    def __init__(self, segments: list[Segment]):
+    def __init__(self, segments: list[Segment], device: torch.device):
         self.rows: list[slice] = []
         start = 0
         for segment in segments:
@@ -183,7 +208,7 @@ class _Step:
         self.groups = []
         for pool in {id(segment.place.pool): segment.place.pool for segment in segments}.values():
             own = [i for i, segment in enumerate(segments) if segment.place.pool is pool]
-            self.groups.append(_Group(pool, [segments[i] for i in own], [self.rows[i] for i in own], segments[0].ids.device))
+            self.groups.append(_Group(pool, [segments[i] for i in own], [self.rows[i] for i in own], start, device))
         self.windows: dict[int, int | None] = {}
 
 
@@ -219,16 +244,17 @@ def packed_forward(
     index, (1, rows, hidden). The keys and values of all its rows count as context from now on. `windows`, where given, is filled
     with the sliding window that each layer passed to its attention.
     """
-    step = _Step(segments)
-    ids = torch.cat([segment.ids for segment in segments])
-    positions = torch.tensor([_positions(segments)], device=ids.device)
+    device = target.device
+    step = _Step(segments, device)
+    ids = torch.tensor([token for segment in segments for token in segment.ids], device=device)
+    positions = torch.tensor([_positions(segments)], device=device)
     arguments = {"input_ids": ids[None], "position_ids": positions, "cache": _PassedOn(), "use_cache": True}
     if hidden_layers:
         arguments["output_hidden_states"] = hidden_layers
     kept = [rows.stop - segment.num_kept + k for segment, rows in zip(segments, step.rows) for k in range(segment.num_kept)]
-    keeps_all, selects = len(kept) == len(ids), _selects_logits(target)
+    keeps_all, selects = len(kept) == len(ids), _selects_logits(type(target))
     if selects:
-        arguments["logits_to_keep"] = 0 if keeps_all else torch.tensor(kept, device=ids.device)
+        arguments["logits_to_keep"] = 0 if keeps_all else torch.tensor(kept, device=device)
     with _packed_attention(target, step):
         outputs = target(**arguments, return_dict=True)
     if windows is not None:
@@ -258,11 +284,11 @@ def _compare(target: PreTrainedModel) -> str | None:
     if "position_ids" not in signature(target.forward).parameters:
         return f"{name} takes no position_ids"
     device, most = target.device, min(config.vocab_size, 1000)
-    texts = [torch.tensor([(7 + 13 * i * step) % most for i in range(count)], device=device) for count, step in ((8, 1), (4, 3))]
+    texts = [[(7 + 13 * i * step) % most for i in range(count)] for count, step in ((8, 1), (4, 3))]
     pool, firsts = KeyValuePool(), (5, 3)
     places = [pool.add() for _ in texts]
     try:
-        apart = [target(input_ids=text[None], use_cache=False, return_dict=True).logits[0].float() for text in texts]
+        apart = [target(input_ids=torch.tensor([text], device=device), use_cache=False, return_dict=True).logits[0].float() for text in texts]
         packed_forward(target, [Segment(place, text[:first], 1) for place, text, first in zip(places, texts, firsts)], [])
         rest = [Segment(place, text[first:], len(text) - first) for place, text, first in zip(places, texts, firsts)]
         windows: dict[int, int | None] = {}
@@ -293,8 +319,9 @@ def _unseen_window(config, windows: dict[int, int | None]) -> str | None:
     return None
 
 
-def _selects_logits(target: PreTrainedModel) -> bool:
-    return target._supports_logits_to_keep()
+@cache
+def _selects_logits(target_class: type[PreTrainedModel]) -> bool:
+    return "logits_to_keep" in signature(target_class.forward).parameters
 
 
 def _lock(target: PreTrainedModel) -> threading.RLock:
@@ -310,8 +337,8 @@ def _packed_attention(target: PreTrainedModel, step: _Step):
         before = [config._attn_implementation_internal for config in configs]
         token = _step.set(step)
         try:
+            _usual_names.update((id(config), implementation) for config, implementation in zip(configs, before) if implementation != _NAME)
             for config in configs:
-                _usual_names[id(config)] = config._attn_implementation_internal
                 config._attn_implementation_internal = _NAME
             yield
         finally:
@@ -342,19 +369,20 @@ def _attend(module, query, key, value, attention_mask, scaling=None, dropout=0.0
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise ValueError(f"the attention of {type(module).__name__} is not causal")
     step.windows[module.layer_idx] = sliding_window
-    output = query.new_empty(query.shape[2], query.shape[1], value.shape[3])  # (rows, heads, head_dim)
+    output = None
     for group in step.groups:
-        keys, values = group.pool.buffers(module.layer_idx, key[0], value[0], group.longest)
-        keys[group.row_slots, :, group.row_positions] = key[0].transpose(0, 1)[group.rows]
-        values[group.row_slots, :, group.row_positions] = value[0].transpose(0, 1)[group.rows]
-        for rows in group.fresh:
-            output[rows] = _attend_fresh(query[:, :, rows], key[:, :, rows], value[:, :, rows], scaling, sliding_window)
+        keys, values = group.pool.write(module.layer_idx, key[0], value[0], group)
+        attended = None
         if group.num_going:
             attended = _attend_going(group, query[0], keys, values, scaling, sliding_window)  # (requests, width, heads, head_dim)
-            if group.even:
-                output[group.query_rows.flatten()] = attended.flatten(0, 1)
-            else:
-                output[group.query_rows[group.real]] = attended[group.real]
+            if group.in_order:
+                return attended.flatten(0, 1)[None], None
+        if output is None:
+            output = query.new_empty(query.shape[2], query.shape[1], value.shape[3])  # (rows, heads, head_dim)
+        for rows in group.fresh:
+            output[rows] = _attend_fresh(query[:, :, rows], key[:, :, rows], value[:, :, rows], scaling, sliding_window)
+        if attended is not None:
+            output[group.query_rows[group.real]] = attended[group.real]
     return output[None], None
 
 
@@ -371,15 +399,20 @@ def _attend_fresh(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
 
 def _attend_going(group: _Group, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scaling: float | None, window: int | None):
     """All other requests of a pool at once: query (heads, rows, head_dim) -> (requests, width, heads, head_dim)."""
-    heads, kv_heads = query.shape[0], keys.shape[1]
+    heads, kv_heads = query.shape[0], keys.shape[2]
     groups, (num_requests, width) = heads // kv_heads, group.query_rows.shape
     # The query heads that share keys become rows, so that keys and values are not repeated.
-    own = query[:, group.query_rows].view(kv_heads, groups, num_requests, width, -1).permute(2, 0, 1, 3, 4)
-    own = own.reshape(num_requests, kv_heads, groups * width, -1)
-    keys, values = (buffer[group.slots][:, :, : group.reach] for buffer in (keys, values))
+    own = query if group.in_order else query[:, group.query_rows.flatten()]
+    if width == 1:
+        own = own.transpose(0, 1).reshape(num_requests, kv_heads, groups, -1)
+    else:
+        own = own.reshape(kv_heads, groups, num_requests, width, -1).permute(2, 0, 1, 3, 4).reshape(num_requests, kv_heads, groups * width, -1)
+    keys, values = (buffer[group.slots, : group.reach].transpose(1, 2) for buffer in (keys, values))
     mask = group.mask(window, groups, query.dtype)
     output = scaled_dot_product_attention(own, keys, values, attn_mask=mask, scale=scaling)
-    return output.view(num_requests, kv_heads, groups, width, -1).permute(0, 3, 1, 2, 4).reshape(num_requests, width, heads, -1)
+    if width > 1:
+        output = output.view(num_requests, kv_heads, groups, width, -1).permute(0, 3, 1, 2, 4)
+    return output.reshape(num_requests, width, heads, -1)
 
 
 def _no_mask(*args, config=None, **kwargs) -> torch.Tensor | None:

@@ -154,7 +154,7 @@ class _Queue:
                 return
             self.running.append(self.waiting)
             self.waiting = None
-            num_rows += request.input_ids.shape[1]
+            num_rows += request.num_tokens
 
     def _next(self) -> tuple[int, Request] | None:
         """The next request that can be decoded; those that can't be are finished at once, with their error."""

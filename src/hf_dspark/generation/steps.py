@@ -1,5 +1,7 @@
 """The two ways to run the target: one request on the target's ordinary cache; packed, many requests in one flattened forward."""
 
+import math
+
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
@@ -46,9 +48,9 @@ class CachedSequence:
         """One forward over the anchor (last of `input_ids` (1, tokens)) and the drafted ids."""
         return verify(self.target, input_ids, draft_ids, self.model_kwargs, overrides)
 
-    def advance(self, num_new_tokens: int, outputs: ModelOutput) -> None:
-        """Model arguments after `num_new_tokens` more tokens."""
-        self.model_kwargs = advance(self.target, self.model_kwargs, num_new_tokens, outputs)
+    def advance(self, tokens: list[int], outputs: ModelOutput) -> None:
+        """Model arguments after `tokens` have been committed."""
+        self.model_kwargs = advance(self.target, self.model_kwargs, len(tokens), outputs)
 
     def rollback(self, num_tokens: int) -> None:
         """Takes the last `num_tokens` of the last forward back."""
@@ -69,21 +71,24 @@ class PackedSequence:
         self.prompt_ids = real.to(target.device)
         self.attention_mask = None  # padded slots have no keys
         self.cache = store.add(max_length)
+        self.last_id = int(real[-1])
+        self.has_bad_keys = False
 
-    def segment(self, input_ids: torch.Tensor, draft_ids: list[int]) -> Segment:
-        """The rows of the next forward: the prompt at first, then the anchor (last of `input_ids`) and the drafted ids."""
+    def segment(self, draft_ids: list[int]) -> Segment:
+        """The rows of the next forward: the prompt at first, then the anchor and the drafted ids."""
         if self.cache.length == 0:
-            return Segment(self.cache, self.prompt_ids, num_kept=1)
-        anchor = input_ids[0, -1:].to(self.prompt_ids.device)
-        rows = torch.cat([anchor, anchor.new_tensor(draft_ids)]) if draft_ids else anchor
-        return Segment(self.cache, rows, num_kept=len(rows))
+            return Segment(self.cache, self.prompt_ids.tolist(), num_kept=1)
+        return Segment(self.cache, [self.last_id, *draft_ids], num_kept=1 + len(draft_ids))
 
-    def advance(self, num_new_tokens: int, outputs: ModelOutput) -> None:
-        """Positions follow from the length of the cache."""
+    def advance(self, tokens: list[int], outputs: ModelOutput) -> None:
+        """`tokens` have been committed; positions follow from the length of the cache."""
+        self.last_id = tokens[-1]
+        # Keys that are not finite spoil all later rows, so the last one shows them.
+        self.has_bad_keys = not math.isfinite(outputs.logits[0, -1, 0])
 
     def rollback(self, num_tokens: int) -> None:
         """Takes the last `num_tokens` of the last forward back."""
-        self.cache.length -= num_tokens
+        self.cache.rollback(num_tokens, clear=self.has_bad_keys)
 
     def release(self) -> None:
         """Frees keys and values."""
@@ -98,7 +103,7 @@ def forward_all(requests: list, proposals: list) -> list[ModelOutput | Exception
     packed = [i for i, request in enumerate(requests) if isinstance(request.sequence, PackedSequence)]
     results: list[ModelOutput | Exception | None] = [None] * len(requests)
     if packed:
-        segments = [requests[i].sequence.segment(requests[i].input_ids, proposals[i].ids) for i in packed]
+        segments = [requests[i].sequence.segment(proposals[i].ids) for i in packed]
         hidden_layers = sorted({index for i in packed for index in requests[i].overrides.get("output_hidden_states", ())})
         target = requests[packed[0]].target
         for i, outputs in zip(packed, _forward_packed(target, segments, hidden_layers)):
