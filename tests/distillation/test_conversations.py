@@ -67,8 +67,8 @@ GPT_OSS = """
 {{- '<|start|>assistant' if add_generation_prompt -}}
 """
 
-CONTROL = "<|im_start|> <|im_end|> <start_of_turn> <end_of_turn> <|start_header_id|> <|end_header_id|> <|eot_id|>".split()
-CONTROL += "<|start|> <|message|> <|channel|> <|end|> <|return|> <|call|>".split()
+CONTROL = ["<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+CONTROL += ["<|start|>", "<|message|>", "<|channel|>", "<|end|>", "<|return|>", "<|call|>"]
 # Merges such as "\n\n" and " is" must be there to go wrong.
 CORPUS = ["What is it?\n\nIt is four.\n\nHm. Is it so?\n\n  Yes, it is so.\n"] * 4
 
@@ -224,7 +224,8 @@ def test_templates_without_a_generation_prompt_or_with_several_ends():
     two_ends = LLAMA3 + "{{ '\n<|eos|>' if not add_generation_prompt }}"
     assert encode(two_ends, TWO_TURNS[1:3]) == (["It is four.<|eot_id|>"], [])
     no_end = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{{ 'assistant:' if add_generation_prompt }}"
-    assert encode(no_end, TWO_TURNS) == ([" It is four.", " Yes.\n\nIt is so."], [])
+    # The full stop and the newline are one token.
+    assert encode(no_end, [*TWO_TURNS[:-1], {"role": "assistant", "content": "Yes"}]) == ([" It is four.\n", " Yes"], [])
 
 
 GENERATION = "{{- '<|im_start|>assistant\n' -}}{%- generation -%}{{- MARKED -}}{%- endgeneration -%}{{- REST -}}"

@@ -3,7 +3,19 @@
 import pytest
 import torch
 from oracle import VOCAB, build, tiny_target
-from transformers import FalconConfig, FalconForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from hf_dspark.distillation.features import target_features
 
@@ -16,6 +28,9 @@ TARGETS = {
     ),
     "gpt2": lambda: build(
         GPT2LMHeadModel, GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=4, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None)
+    ),
+    "mistral with a window": lambda: build(
+        MistralForCausalLM, MistralConfig(**SIZES, intermediate_size=48, num_key_value_heads=2, head_dim=8, sliding_window=4)
     ),
     # Takes no list of layers: it returns them all.
     "falcon": lambda: build(FalconForCausalLM, FalconConfig(**SIZES)),
@@ -53,6 +68,43 @@ def test_padding_on_the_right_changes_nothing():
     padded = target_features(target, torch.nn.functional.pad(ids, (0, 3)), mask, [0, 2])
     for expected, hidden in zip([*alone.hidden_states, alone.last_hidden], [*padded.hidden_states, padded.last_hidden]):
         torch.testing.assert_close(hidden[:, :6], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", TARGETS)
+def test_packed_documents_get_what_they_get_alone(name, implementation):
+    target = TARGETS[name]()
+    target.set_attn_implementation(implementation)
+    lengths = [5, 1, 8, 6]  # two of them longer than the sliding windows
+    ids = torch.randint(VOCAB, (2, 24), generator=torch.Generator().manual_seed(0))
+    # The first row ends with four tokens of padding, the second is one document.
+    positions = torch.stack([torch.cat([torch.arange(length) for length in [*lengths, 4]]), torch.arange(24)])
+    packed = target_features(target, ids, None, LAYERS, positions)
+    starts = [sum(lengths[:i]) for i in range(4)]
+    for row, start, length in [*zip([0] * 4, starts, lengths), (1, 0, 24)]:
+        part = slice(start, start + length)
+        alone = target_features(target, ids[row : row + 1, part], None, LAYERS)
+        for found, expected in zip([*packed.hidden_states, packed.last_hidden], [*alone.hidden_states, alone.last_hidden]):
+            torch.testing.assert_close(found[row : row + 1, part], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_target_without_position_ids_is_refused_for_packed_rows():
+    target = build(BloomForCausalLM, BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=2, n_head=4))
+    with pytest.raises(ValueError, match=r"packing=True: BloomForCausalLM takes no position_ids.*set packing=False"):
+        target_features(target, torch.zeros(1, 4, dtype=torch.long), None, [0], torch.tensor([[0, 1, 0, 1]]))
+
+
+def test_a_target_with_an_adapter_computes_logits_at_one_position_and_takes_packed_rows():
+    target = tiny_target()
+    ids = torch.randint(VOCAB, (1, 8), generator=torch.Generator().manual_seed(0))
+    packed = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    adapted = get_peft_model(tiny_target(), LoraConfig(target_modules=["q_proj"]))  # its update is 0 at the start
+    widths = []
+    adapted.lm_head.register_forward_hook(lambda module, args, output: widths.append(output.shape[1]))
+    for positions in (None, packed):
+        expected, found = target_features(target, ids, None, [0, 2], positions), target_features(adapted, ids, None, [0, 2], positions)
+        torch.testing.assert_close(found.last_hidden, expected.last_hidden, rtol=1e-5, atol=1e-5)
+    assert widths == [1, 1]
 
 
 def test_a_target_without_hidden_states_is_refused():

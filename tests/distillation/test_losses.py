@@ -1,5 +1,6 @@
 """The loss terms against the reference implementation's values, a naive twin with its gradients, and hand computation."""
 
+import dataclasses
 import json
 import math
 
@@ -11,9 +12,9 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from hf_dspark.distillation.blocks import block_hidden_states, make_blocks
+from hf_dspark.distillation.blocks import Blocks, block_hidden_states, eligible_anchors, make_blocks, pad_anchors
 from hf_dspark.distillation.features import target_features
-from hf_dspark.distillation.losses import LossWeights, decay_weights, dspark_loss, expected_tokens_per_round, slot_losses
+from hf_dspark.distillation.losses import LossWeights, Normalisers, decay_weights, dspark_loss, expected_tokens_per_round, normalisers, slot_losses
 from hf_dspark.modeling import DSparkDraftModel
 
 DRAFTS = {
@@ -150,6 +151,86 @@ def test_without_a_supervised_slot_loss_and_gradients_are_zero():
     terms.total.backward()
     assert terms.total.item() == 0 and terms.tokens_per_round.item() == 0
     assert all(parameter.grad is None or not parameter.grad.any() for parameter in draft.parameters())
+
+
+def part_of(blocks: Blocks, rows: slice) -> Blocks:
+    return Blocks(**{field.name: getattr(blocks, field.name)[rows] for field in dataclasses.fields(blocks)})
+
+
+def gradients_of(draft) -> dict[str, torch.Tensor]:
+    found = {name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone() for name, parameter in draft.named_parameters()}
+    draft.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("options", DRAFTS.values(), ids=DRAFTS.keys())
+def test_shares_of_a_batch_cut_in_two_add_up_to_the_whole(options):
+    _, draft, blocks, features = training_batch(**options)
+    hidden = block_hidden_states(draft, features.hidden_states, blocks)
+    expected = dspark_loss(draft, hidden, features.last_hidden, blocks, LossWeights())
+    expected.total.backward(retain_graph=True)
+    expected_gradients = gradients_of(draft)
+    rows = [slice(0, 1), slice(1, 2)]
+    counts = [normalisers(draft, part_of(blocks, row), LossWeights()) for row in rows]
+    totals = Normalisers(*(first + second for first, second in zip(*counts)))
+    assert counts[0].slots != counts[1].slots
+    shares = [dspark_loss(draft, hidden[row], features.last_hidden[row], part_of(blocks, row), LossWeights(), totals=totals) for row in rows]
+    (shares[0].total + shares[1].total).backward()
+    for name in ("total", "ce", "l1", "confidence", "tokens_per_round"):
+        if getattr(expected, name) is not None:
+            torch.testing.assert_close(sum(getattr(share, name) for share in shares), getattr(expected, name), rtol=1e-5, atol=1e-6)
+    for name, gradient in gradients_of(draft).items():
+        torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_normalisers_by_hand():
+    _, draft, blocks, _ = training_batch(draft_vocab_size=20)
+    blocks.slot_mask = torch.zeros(2, 3, 4, dtype=torch.bool)
+    blocks.slot_mask[0, 0, :3] = blocks.slot_mask[1, 1, :1] = True
+    kept = draft.target_ids(torch.arange(20))
+    outside = next(i for i in range(VOCAB) if i not in kept)
+    blocks.labels[0, 0, :3] = torch.tensor([kept[0], outside, kept[19]])
+    blocks.labels[1, 1, 0] = outside
+    found = normalisers(draft, blocks, LossWeights(decay_gamma=2.0))
+    assert found.ce.item() == pytest.approx(1 + math.exp(-1.0))
+    assert found.slots.item() == pytest.approx(2 + math.exp(-0.5) + math.exp(-1.0))
+    assert found.anchors.item() == 2
+
+
+@pytest.mark.parametrize("options", [{}, {"markov_head_type": "rnn"}, {"draft_vocab_size": 20}], ids=["vanilla", "rnn", "reduced vocabulary"])
+def test_packed_documents_give_the_losses_and_gradients_of_a_batch_of_them(options):
+    target, draft, _, _ = training_batch(**options)
+    generator = torch.Generator().manual_seed(3)
+    lengths = [6, 11, 5]
+    starts = torch.tensor([0, 6, 17])
+    ids, mask = torch.randint(VOCAB - 1, (1, 22), generator=generator), torch.rand(1, 22, generator=generator) < 0.8
+    mask[0, :3] = mask[0, 8:12] = True
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    anchors = [eligible_anchors(mask[0, start : start + length]) for start, length in zip(starts, lengths)]
+    config = draft.config
+    packed = make_blocks(
+        ids, mask, torch.cat([part + start for part, start in zip(anchors, starts)])[None], config.block_size, config.mask_token_id, positions
+    )
+    apart_ids, apart_mask = (
+        torch.nn.utils.rnn.pad_sequence([row[0, start : start + length] for start, length in zip(starts, lengths)], batch_first=True)
+        for row in (ids, mask)
+    )
+    apart = make_blocks(apart_ids, apart_mask, pad_anchors(anchors), config.block_size, config.mask_token_id)
+    attention = torch.arange(11) < torch.tensor(lengths)[:, None]
+    results = []
+    for blocks, features in (
+        (packed, target_features(target, ids, None, config.target_layer_ids, positions)),
+        (apart, target_features(target, apart_ids, attention, config.target_layer_ids)),
+    ):
+        terms = dspark_loss(draft, block_hidden_states(draft, features.hidden_states, blocks), features.last_hidden, blocks, LossWeights())
+        terms.total.backward()
+        results.append((terms, gradients_of(draft)))
+    (terms, gradients), (expected, expected_gradients) = results
+    assert packed.slot_mask.sum() == apart.slot_mask.sum() > 10
+    for name in ("total", "ce", "l1", "confidence", "tokens_per_round"):
+        torch.testing.assert_close(getattr(terms, name), getattr(expected, name), rtol=1e-5, atol=1e-5)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected_gradients[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_the_confidence_target_and_the_teacher_pass_no_gradient():

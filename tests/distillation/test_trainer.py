@@ -7,6 +7,7 @@ import torch
 from oracle import VOCAB, tiny_draft, tiny_target
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from transformers import Trainer, TrainerCallback
 
 from hf_dspark import DSparkDraftModel, record_generation
 from hf_dspark.distillation.arguments import DistillationArguments
@@ -14,6 +15,16 @@ from hf_dspark.distillation.blocks import block_hidden_states, make_blocks
 from hf_dspark.distillation.features import target_features
 from hf_dspark.distillation.losses import dspark_loss
 from hf_dspark.distillation.trainer import DSparkTrainer
+
+
+class KeepGradients(TrainerCallback):
+    """Appends the gradients of every step, by name."""
+
+    def __init__(self, steps: list):
+        self.steps = steps
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        self.steps.append({name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None})
 
 
 def rows(count: int = 8, num_tokens: int = 16, **columns) -> list[dict]:
@@ -55,6 +66,40 @@ def test_a_target_inside_the_trained_module_is_refused(tmp_path):
         trainer.create_optimizer()
 
 
+@pytest.mark.parametrize("wrap", [lambda draft: draft, lambda draft: adapted(draft)], ids=["whole draft", "adapter"])
+def test_an_optimizer_with_more_or_less_than_the_draft_is_refused(tmp_path, monkeypatch, wrap):
+    create = Trainer.create_optimizer
+
+    def lacking(self, model=None):
+        optimizer = create(self, model)
+        optimizer.param_groups[0]["params"].pop()
+        return optimizer
+
+    def with_another(self, model=None):
+        optimizer = create(self, model)
+        optimizer.param_groups[0]["params"].append(torch.nn.Parameter(torch.zeros(1)))
+        return optimizer
+
+    for fault, message in ((lacking, "the optimizer lacks 1 trainable parameters of the draft"), (with_another, "the optimizer holds")):
+        monkeypatch.setattr(Trainer, "create_optimizer", fault)
+        with pytest.raises(ValueError, match=message):
+            make_trainer(tmp_path, draft=wrap(tiny_draft(tiny_target()))).train()
+
+
+def test_faults_of_the_first_batch_stop_the_training(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path)
+    trainer.target.lm_head.requires_grad_(True)
+    with pytest.raises(ValueError, match="the target must be frozen"):
+        trainer.train()
+
+    def off_by_one(target, input_ids, attention_mask, layer_ids, position_ids=None):
+        return target_features(target, input_ids, attention_mask, [layer - 1 for layer in layer_ids], position_ids)
+
+    monkeypatch.setattr("hf_dspark.distillation.trainer.target_features", off_by_one)
+    with pytest.raises(ValueError, match=r"output of its layer 0 .of target_layer_ids .0, 2.. is the output of layer -1"):
+        make_trainer(tmp_path).train()
+
+
 def test_terms_are_logged_as_their_means(tmp_path):
     target = tiny_target()
     trainer = make_trainer(tmp_path, target, tiny_draft(target), max_steps=4, logging_steps=2)
@@ -90,20 +135,6 @@ def test_given_anchors_and_the_loss_are_those_of_the_parts(tmp_path):
     assert trainer.compute_loss(draft, batch).item() == expected.total.item()
 
 
-def test_accumulation_averages_the_loss_and_the_gradient(tmp_path):
-    target = tiny_target()
-    draft = tiny_draft(target)
-    same = [rows(1, 6)[0]] * 8  # all anchors of the row are drawn, so every batch is the same
-    results = []
-    for accumulation in (1, 4):
-        trained = copy.deepcopy(draft)
-        options = {"max_steps": 1, "per_device_train_batch_size": 2, "gradient_accumulation_steps": accumulation, "num_anchors": 16}
-        trainer = make_trainer(tmp_path, target, trained, dataset=same, **options)
-        trainer.train()
-        results.append((trainer.state.log_history[0]["loss"], trainer.state.log_history[0]["grad_norm"]))
-    assert results[0] == pytest.approx(results[1], rel=1e-4)
-
-
 def test_a_run_repeats_itself_and_the_seed_matters(tmp_path):
     target = tiny_target()
     draft = tiny_draft(target)
@@ -116,19 +147,6 @@ def test_a_run_repeats_itself_and_the_seed_matters(tmp_path):
     assert not all(torch.equal(runs[0][name], runs[2][name]) for name in runs[0])
 
 
-def test_a_resumed_run_equals_an_unbroken_one(tmp_path):
-    target = tiny_target()
-    draft = tiny_draft(target)
-    whole, broken = copy.deepcopy(draft), copy.deepcopy(draft)
-    options = {"max_steps": 4, "lr_scheduler_type": "constant", "save_strategy": "steps", "save_steps": 2}
-    make_trainer(tmp_path / "whole", target, whole, **options).train()
-    make_trainer(tmp_path / "broken", target, broken, **{**options, "max_steps": 2}).train()
-    resumed = copy.deepcopy(draft)
-    make_trainer(tmp_path / "broken", target, resumed, **options).train(resume_from_checkpoint=True)
-    expected = weights(whole)
-    assert all(torch.equal(parameter, expected[name]) for name, parameter in resumed.named_parameters())
-
-
 def test_checkpoints_hold_a_slim_draft_that_loads(tmp_path):
     trainer = make_trainer(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
     trainer.train()
@@ -139,22 +157,35 @@ def test_checkpoints_hold_a_slim_draft_that_loads(tmp_path):
     assert loaded.config.use_cache
 
 
-def test_masks_without_an_anchor_are_refused_in_the_first_batch(tmp_path):
-    alternating = torch.tensor([1, 0] * 8)
-    dataset = [{"input_ids": row["input_ids"], "loss_mask": alternating[: len(row["input_ids"])]} for row in rows()]
-    with pytest.raises(ValueError, match=r"the first batch, of shape \(4, 16\), has no anchor"):
-        make_trainer(tmp_path, dataset=dataset).train()
+def with_masks(dataset: list[dict], empty: set[int]) -> list[dict]:
+    """The rows numbered `empty` have no two supervised neighbours."""
+    alternating = torch.tensor([True, False] * 8)
+    return [{**row, "loss_mask": alternating[: len(row["input_ids"])] | (i not in empty)} for i, row in enumerate(dataset)]
 
 
-def test_a_later_batch_without_an_anchor_costs_nothing(tmp_path):
-    trainer = make_trainer(tmp_path)
-    trainer.compute_loss(trainer.model, trainer.data_collator(rows(2)))
-    empty = trainer.data_collator(rows(2))
-    empty["loss_mask"].zero_()
-    loss = trainer.compute_loss(trainer.model, empty)
-    loss.backward()
-    assert loss.item() == 0
-    assert all(parameter.grad is None or not parameter.grad.any() for parameter in trainer.model.parameters())
+def test_masks_without_an_anchor_are_refused_in_the_first_step(tmp_path):
+    with pytest.raises(ValueError, match=r"the first step, of 4 rows a process, has no anchor: no two neighbouring tokens are supervised"):
+        make_trainer(tmp_path, dataset=with_masks(rows(), set(range(8)))).train()
+    trainer = make_trainer(tmp_path, eval_dataset=with_masks(rows(), set(range(8))))
+    with pytest.raises(ValueError, match="the rows to evaluate have no anchor"):
+        trainer.evaluate()
+
+
+def test_rows_without_an_anchor_are_skipped_and_counted(tmp_path):
+    target = tiny_target()
+    draft = tiny_draft(target)
+    options = {"max_steps": 1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "max_grad_norm": 0.0, "num_anchors": 16}
+    gradients, logs = [], []
+    for dataset, sampling in ((with_masks(rows(4), {0, 2}), "sequential"), ([rows(4)[1], rows(4)[3]], "sequential")):
+        trained = copy.deepcopy(draft)
+        trainer = make_trainer(tmp_path, target, trained, dataset=dataset, train_sampling_strategy=sampling, **options)
+        trainer.add_callback(KeepGradients(gradients))
+        trainer.train()
+        logs.append(trainer.state.log_history[0])
+    assert logs[0]["empty_samples"] == 2 and "empty_samples" not in logs[1]
+    assert logs[0]["loss"] == pytest.approx(logs[1]["loss"], rel=1e-5)
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-5, atol=1e-6)
 
 
 def test_a_target_with_unknown_logits_is_refused(tmp_path):
@@ -210,11 +241,18 @@ def test_mixed_precision_and_checkpointing_train_fp32_weights(tmp_path, options)
     assert all(torch.isfinite(parameter).all() and not torch.equal(parameter, before[name]) for name, parameter in draft.named_parameters())
 
 
+def adapted(draft):
+    return get_peft_model(draft, LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+
+
 def test_an_adapter_trains_alone(tmp_path):
     target = tiny_target()
-    draft = get_peft_model(tiny_draft(target), LoraConfig(r=2, target_modules=["q_proj", "v_proj"]))
+    draft = adapted(tiny_draft(target))
     before = weights(draft)
-    make_trainer(tmp_path, target, draft, max_steps=3).train()
+    trainer = make_trainer(tmp_path, target, draft, max_steps=3)
+    trainer.train()
+    held = {id(parameter) for group in trainer.optimizer.param_groups for parameter in group["params"]}
+    assert held == {id(parameter) for name, parameter in draft.named_parameters() if "lora_" in name}
     changed = {name for name, parameter in draft.named_parameters() if not torch.equal(parameter, before[name])}
     assert changed and all("lora_" in name for name in changed)
 

@@ -101,7 +101,7 @@ class ChatTemplate:
         prompts = [prompt for prompt in prompts if text.startswith(prompt) and written.startswith(prompt)]
         if not prompts:
             return None
-        written_ids, *prompt_ids = self._tokenize([written, *prompts])
+        *prompt_ids, written_ids = self._tokenize([*prompts, written]) if written != text else [*self._tokenize(prompts), input_ids]
         starts = [len(ids) for ids in prompt_ids if input_ids[: len(ids)] == ids == written_ids[: len(ids)]]
         if not starts:
             return None

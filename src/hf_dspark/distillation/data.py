@@ -1,6 +1,7 @@
 """Training data as rows of token ids with their loss mask: from conversations, plain text or ids; from files, folders or the Hub."""
 
 from collections import Counter
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +24,8 @@ _NOTES = Features({"problem": Value("string"), "num_left_out": Value("int32"), "
 _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 _KINDS = {"messages": "messages", "conversations": "messages", "input_ids": "ids", "text": "text"}
 _HOLDS = {"messages": "lists of {role, content}", "ids": "lists of token ids", "text": "text"}
-_SHUFFLED_ROWS = 1000
+# Rows of a stream that are read beforehand, to see what they hold; rows shuffled at a time.
+_NUM_HEAD, _SHUFFLED_ROWS = 64, 1000
 
 _NO_ANSWER = "without an assistant message"
 _REWRITTEN = "rewritten by the template"
@@ -118,7 +120,7 @@ class RowEncoder:
         try:
             conversations = self.chat.encode_turns(messages) if self.split_turns else [self.chat.encode(messages)]
         except (TemplateError, TypeError) as error:
-            return [_row([], [], f"{_REFUSED} ({error})")]
+            return [_row([], [], f"{_REFUSED} ({str(error)[:100]})")]
         rows = []
         for encoded in conversations:
             ids, mask = encoded.input_ids[: self.max_length], encoded.loss_mask[: self.max_length]
@@ -164,10 +166,10 @@ def _usable(encoded: Dataset, args: DistillationArguments) -> tuple[Dataset, str
     line = f"training rows {len(problems) - skipped.total():,}: {num_tokens:,} tokens, {num_supervised / num_tokens:.1%} supervised"
     line += f"; skipped {skipped.total():,}" + (f" ({reasons})" if reasons else "")
     if num_left_out := pc.sum(table["num_left_out"]).as_py():
-        line += f"; {num_left_out:,} assistant turns unsupervised, as the template rewrites them later"
+        line += f"; assistant turns left out {num_left_out:,}, as the template rewrites them later"
         line += "" if args.split_turns else " (split_turns: true gives them rows of their own)"
     if num_cut := pc.sum(table["is_cut"]).as_py():
-        line += f"; {num_cut:,} conversations cut at max_length"
+        line += f"; conversations cut at max_length {num_cut:,}"
     rows = encoded.remove_columns(list(_NOTES))
     return (rows.select([i for i, problem in enumerate(problems) if not problem]) if skipped else rows), line
 
@@ -181,7 +183,8 @@ def _held_out_rows(encoded: Dataset, args: DistillationArguments) -> Dataset | N
 
 def _stream_rows(args: DistillationArguments, tokenizer: PreTrainedTokenizerBase) -> tuple[IterableDataset, Dataset | None]:
     stream = _load(args.dataset, args)
-    head = list(stream.take(max(args.num_held_out, 64)))
+    with _errors_named(args.dataset):
+        head = list(stream.take(max(args.num_held_out, _NUM_HEAD)))
     if len(head) <= args.num_held_out:
         raise ValueError(f"num_held_out={args.num_held_out} leaves nothing to train on of the {len(head)} rows of {args.dataset!r}; lower it")
     head = Dataset.from_list(head, features=stream.features)
@@ -225,13 +228,23 @@ def _load(name: str, args: DistillationArguments) -> Dataset | IterableDataset:
         where, options, split = (_READERS[path.suffix],), {"data_files": str(path), **(paragraphs if path.suffix == ".txt" else {})}, "train"
     else:
         where, options = (name, args.dataset_config), {}
-    try:
+    with _errors_named(name):
         return load_dataset(*where, split=split, streaming=args.streaming, **options)
+
+
+@contextmanager
+def _errors_named(name: str):
+    try:
+        yield
     except StopIteration:
         raise ValueError(f"dataset {name!r} is empty") from None
     except (DatasetsError, ValueError, FileNotFoundError, ConnectionError) as error:
-        what = "" if path.exists() else " is neither 'stdlib', nor a file or folder here, nor a dataset of the Hub that can be read:"
-        raise ValueError(f"dataset {name!r}{what or ' cannot be read:'} {error}" + (f" ({error.__cause__})" if error.__cause__ else "")) from error
+        cause = f"{error} ({error.__cause__})" if error.__cause__ else str(error)
+        if Path(name).exists():
+            raise ValueError(f"dataset {name!r} cannot be read: {cause}") from error
+        raise ValueError(
+            f"dataset {name!r} is neither 'stdlib', nor a file or folder here, nor a dataset of the Hub that can be read: {cause}"
+        ) from error
 
 
 def _find_column(rows: Dataset, column: str | None, name: str) -> tuple[str, str]:

@@ -8,6 +8,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from hf_dspark.distillation.arguments import DistillationArguments
+from hf_dspark.distillation.conversations import show_sample
 from hf_dspark.distillation.data import load_rows
 from hf_dspark.distillation.trainer import DSparkTrainer
 from hf_dspark.modeling import DSparkConfig, DSparkDraftModel
@@ -28,6 +29,8 @@ def distill(args: DistillationArguments) -> Path:
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     train_rows, eval_rows = load_rows(args, tokenizer)
+    if args.process_index == 0:
+        print(show_sample(next(iter(train_rows)), tokenizer))
     if args.init_draft is None:
         draft = new_draft(draft_config(target, tokenizer, args), target, train_rows)
         if args.warm_start:

@@ -53,10 +53,13 @@ def check_layers(target: PreTrainedModel, inputs: dict[str, torch.Tensor], hidde
     """
     nearby = sorted({near for layer in layer_ids for near in (layer - 1, layer, layer + 1) if near >= -1})
     with layer_outputs(target, nearby) as outputs:
-        target_features(target, inputs["input_ids"], inputs["attention_mask"], layer_ids, inputs.get("position_ids"))
+        again = target_features(target, inputs["input_ids"], inputs["attention_mask"], layer_ids, inputs.get("position_ids"))
     if not outputs:
         logger.warning("%s has no list of layers to compare its hidden states with; target_layer_ids are taken on trust", type(target).__name__)
         return
+    last_layer = target.config.get_text_config().num_hidden_layers - 1
+    if last_layer in nearby:
+        outputs[last_layer] = again.last_hidden
     for layer, hidden in zip(layer_ids, hidden_states):
         differences = {near: _difference(hidden, output) for near, output in outputs.items()}
         if not differences[layer] <= min(differences.values()) + 1e-6:

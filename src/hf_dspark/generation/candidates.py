@@ -124,7 +124,10 @@ class DSparkCandidateGenerator(CandidateGenerator):
             ValueError: the target's head is not what the draft borrows (checked once a target).
             Exception: whatever made the draft fail, with `raise_on_draft_failure`.
         """
-        return propose_all([self], [input_ids], [max_tokens])[0]
+        proposal = propose_all([self], [input_ids], [max_tokens])[0]
+        if isinstance(proposal, Exception):
+            raise proposal
+        return proposal
 
     def _fail(self, error: Exception) -> None:
         """Ends drafting for this request, or raises with `raise_on_draft_failure`. Called where `error` is being handled."""
@@ -134,6 +137,14 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.state = None
         self.failure = f"{type(error).__name__}: {error}"
         logger.warning("the draft model failed (%s); the text is finished by the target alone, which only costs speed", self.failure)
+
+    def _failed(self, error: Exception, proposal: Proposal | None = None) -> Proposal | Exception:
+        """`_fail` while proposing: `proposal` (default: nothing) is the last one, or `error` takes its place."""
+        try:
+            self._fail(error)
+        except Exception as raised:
+            return raised
+        return proposal or Proposal([])
 
     def _next_token(
         self, row: torch.Tensor, target_ids: torch.Tensor | None, input_ids: torch.Tensor, tokens: list[torch.Tensor], processors
@@ -158,12 +169,11 @@ class DSparkCandidateGenerator(CandidateGenerator):
         return index if target_ids is None else target_ids[index], law
 
     def _confident_prefix(self, confidence: list[float]) -> int:
-        """Drafts before the first whose c_k or a_k = c_1 ... c_k falls below its threshold, or whose c_k is not finite."""
+        """Drafts before the first whose c_k or a_k = c_1 ... c_k falls below its threshold, or whose c_k is no number."""
         survival = 1.0
         for k, conditional in enumerate(confidence):
             survival *= conditional
             if not math.isfinite(conditional):
-                self._fail(FloatingPointError("the draft's confidence is not finite"))
                 return k
             if conditional < self.options.conditional_threshold or survival < self.options.survival_threshold:
                 return k
@@ -213,39 +223,38 @@ class DSparkCandidateGenerator(CandidateGenerator):
         """Nothing of a call is kept between its rounds but the draft's state."""
 
 
-def propose_all(generators: list[DSparkCandidateGenerator], texts: list[torch.Tensor], budgets: list[int]) -> list[Proposal]:
+def propose_all(generators: list[DSparkCandidateGenerator], texts: list[torch.Tensor], budgets: list[int]) -> list[Proposal | Exception]:
     """Drafts a round for requests of one draft at once: at most budgets[i] tokens after texts[i] (1, tokens), whose last token is the anchor.
 
-    A request whose own law or processor fails is finished by the target alone, and the others go on.
-
-    Raises:
-        ValueError: the target's head is not what the draft borrows (checked once a target).
-        Exception: whatever made the draft fail, with `raise_on_draft_failure`.
+    A request whose own law or processor fails is finished by the target alone, and the others go on. An exception in a proposal's
+    place ends its request: the target's head is not what the draft borrows (checked once a target), or the draft failed and
+    `raise_on_draft_failure` is set.
     """
-    proposals = [Proposal([]) for _ in generators]
+    proposals: list[Proposal | Exception] = [Proposal([]) for _ in generators]
     budgets = [min(budget, generator.options.num_assistant_tokens) for generator, budget in zip(generators, budgets)]
     ready = [i for i, generator in enumerate(generators) if budgets[i] >= 1 and generator.failure is None]
-    for i in ready:
-        generators[i]._check_head()
     if not ready:
         return proposals
+    try:
+        for i in ready:
+            generators[i]._check_head()
+    except ValueError as error:
+        return [error for _ in generators]
     try:
         drafters = [_Drafter(generators[i], texts[i], budgets[i]) for i in ready]
         hidden = _block_hidden(drafters)
     except Exception as error:
-        if len(ready) == 1:
-            generators[ready[0]]._fail(error)
-            return proposals
         # Nothing has been drawn yet, so each may try again alone, and only the one at fault fails.
         for i in ready:
-            proposals[i] = propose_all([generators[i]], [texts[i]], [budgets[i]])[0]
+            alone = [generators[i]], [texts[i]], [budgets[i]]
+            proposals[i] = generators[i]._failed(error) if len(ready) == 1 else propose_all(*alone)[0]
         return proposals
     try:
         _sequential_stage(drafters, hidden)
         _cut_by_confidence(drafters, hidden)
     except Exception as error:
-        for i in ready:
-            generators[i]._fail(error)
+        for drafter in drafters:
+            drafter.error = drafter.error or error
     for i, drafter in zip(ready, drafters):
         proposals[i] = drafter.proposal()
     return proposals
@@ -263,6 +272,7 @@ class _Drafter:
         self.tokens: list[torch.Tensor] = []
         self.laws: list[torch.Tensor] = []
         self.confidence: list[float] | None = None
+        self.error: Exception | None = None
         self.goes_on = True
         self.positions = generator.state.pending_positions()
         self.anchor = generator._next_slot - generator._num_padded
@@ -272,9 +282,7 @@ class _Drafter:
         try:
             drawn = self.generator._next_token(row, target_ids, self.input_ids, self.tokens, self.processors)
         except Exception as error:
-            self.goes_on = False
-            self.generator._fail(error)
-            return
+            self.error, drawn = error, None
         if drawn is None:
             self.goes_on = False
             return
@@ -284,14 +292,15 @@ class _Drafter:
             self.laws.append(law)
         self.goes_on = len(self.tokens) < self.max_tokens
 
-    def proposal(self) -> Proposal:
-        """What is sent to the target; nothing when the device has lost it."""
+    def proposal(self) -> Proposal | Exception:
+        """What is sent to the target, or what ends the request."""
+        proposal = Proposal([])
         try:
             ids = torch.stack(self.tokens).tolist() if self.tokens else []
-            return Proposal(ids, torch.stack(self.laws) if self.laws else None, self.confidence)
-        except Exception as error:
-            self.generator._fail(error)
-            return Proposal([])
+            proposal = Proposal(ids, torch.stack(self.laws) if self.laws else None, self.confidence)
+        except Exception as error:  # the device has lost it
+            self.error = self.error or error
+        return proposal if self.error is None else self.generator._failed(self.error, proposal)
 
 
 def _block_hidden(drafters: list[_Drafter]) -> torch.Tensor:
@@ -356,6 +365,8 @@ def _cut_by_confidence(drafters: list[_Drafter], hidden: torch.Tensor) -> None:
             anchor = drafter.input_ids[0, -1].to(rows.device)
             embedding = markov_head.markov_w1(torch.stack([anchor, *drafter.tokens])[:count])
         confidence = torch.sigmoid(head(rows[:count], embedding).float()).tolist() if count else []
+        if not all(map(math.isfinite, confidence)):
+            drafter.error = FloatingPointError("the draft's confidence is not finite")
         keep = generator._confident_prefix(confidence)
         drafter.tokens, drafter.laws, drafter.confidence = drafter.tokens[:keep], drafter.laws[:keep], confidence[:keep]
 

@@ -109,6 +109,10 @@ class Request:
             if self.clock is not None:
                 self.clock.record.missing_context_tokens = self.generator.missing_context_tokens
 
+    def fail(self, error: Exception) -> None:
+        """Ends the request with `error`."""
+        self.error, self.finished = error, True
+
     def finish(self) -> None:
         """Closes state and stream."""
         if self.generator is not None and isinstance(self.sequence, CachedSequence):
@@ -128,7 +132,8 @@ class Request:
         """What generate() returns: ids (1, tokens), or the dictionary of it."""
         if not self.generation_config.return_dict_in_generate:
             return self.input_ids
-        return GenerateDecoderOnlyOutput(sequences=self.input_ids, scores=self.scores, logits=self.logits, cache=self.sequence.cache)
+        cache = self.sequence.cache if isinstance(self.sequence, CachedSequence) else None
+        return GenerateDecoderOnlyOutput(sequences=self.input_ids, scores=self.scores, logits=self.logits, cache=cache)
 
     def _commit(self, proposal: Proposal, outputs) -> int:
         """Accepts drafts until the first is replaced or the text ends; returns how many tokens were written."""
@@ -208,26 +213,31 @@ def decode(requests: list[Request]) -> None:
 def step(running: list[Request]) -> None:
     """One round of every request: draft, verify, accept, commit. An error ends its request alone and is kept in `request.error`."""
     with _timed(running, "total_seconds"):
-        proposals = [Proposal([]) for _ in running]
-        drafting = [i for i, request in enumerate(running) if request.num_to_draft > 0]
+        drafting = [request for request in running if request.num_to_draft > 0]
+        proposals = {}
         if drafting:
-            with _timed([running[i] for i in drafting], "draft_seconds"):
-                drafted = propose_all(
-                    [running[i].generator for i in drafting],
-                    [running[i].input_ids for i in drafting],
-                    [running[i].num_to_draft for i in drafting],
-                )
-            for i, proposal in zip(drafting, drafted):
-                proposals[i] = proposal
-        with _timed(running, "target_seconds"):
-            results = forward_all(running, proposals)
-        for request, proposal, outputs in zip(running, proposals, results):
+            with _timed(drafting, "draft_seconds"):
+                generators, texts = [request.generator for request in drafting], [request.input_ids for request in drafting]
+                drafted = propose_all(generators, texts, [request.num_to_draft for request in drafting])
+            proposals = dict(zip(drafting, drafted))
+        going = []
+        for request in running:
+            if isinstance(proposals.setdefault(request, Proposal([])), Exception):
+                request.fail(proposals[request])
+            else:
+                going.append(request)
+        if not going:
+            return
+        with _timed(going, "target_seconds"):
+            results = forward_all(going, [proposals[request] for request in going])
+        for request, outputs in zip(going, results):
+            if isinstance(outputs, Exception):
+                request.fail(outputs)
+                continue
             try:
-                if isinstance(outputs, Exception):
-                    raise outputs
-                request.accept(proposal, outputs)
+                request.accept(proposals[request], outputs)
             except Exception as error:
-                request.error, request.finished = error, True
+                request.fail(error)
 
 
 def _plain_stop_ids(criteria: StoppingCriteriaList) -> set[int] | None:

@@ -2,6 +2,8 @@
 a batch as each row's own."""
 
 import copy
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import FunctionType
 
 import torch
@@ -66,8 +68,7 @@ def row_criteria(criteria: StoppingCriteriaList) -> StoppingCriteriaList:
 def _of_row(processor, row: int, num_rows: int):
     kind = type(processor)
     if kind is PrefixConstrainedLogitsProcessor:
-        allowed = processor._prefix_allowed_tokens_fn
-        return PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), num_beams=1)
+        return PrefixConstrainedLogitsProcessor(_AllowedInRow(processor._prefix_allowed_tokens_fn, row), num_beams=1)
     if kind is EncoderRepetitionPenaltyLogitsProcessor:
         own = copy.copy(processor)
         own.encoder_input_ids = _own_part(processor.encoder_input_ids, row, num_rows)
@@ -87,6 +88,17 @@ def _of_row(processor, row: int, num_rows: int):
         return processor
     # What can't be copied is shared by the rows, and gets one row at a time.
     return _copied(processor) or processor
+
+
+@dataclass
+class _AllowedInRow:
+    """A prefix_allowed_tokens_fn with its batch_id; no closure, so that a copy has its own state."""
+
+    allowed: Callable[[int, torch.Tensor], list[int]]
+    row: int
+
+    def __call__(self, _: int, ids: torch.Tensor) -> list[int]:
+        return self.allowed(self.row, ids)
 
 
 def _own_part(values, row: int, num_rows: int):

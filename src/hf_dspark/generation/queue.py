@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging as transformers_logging
 
@@ -15,6 +16,7 @@ from hf_dspark.generation.candidates import DSparkCandidateGenerator
 from hf_dspark.generation.decoding import Request, step
 from hf_dspark.generation.hook import as_draft, refuse_unsupported
 from hf_dspark.generation.packing import KeyValueStore
+from hf_dspark.generation.processors import row_criteria, row_processors
 from hf_dspark.generation.steps import CachedSequence, PackedSequence
 from hf_dspark.modeling import DSparkDraftModel
 
@@ -67,18 +69,19 @@ def generate_many(
 
     Yields:
         A [`Completion`] for every prompt. A request that fails ends alone, and its error is its completion. After Ctrl-C the
-        finished ones are yielded and the others given up, with a warning.
+        finished ones are yielded and the others given up, with a warning. An error of `prompts` itself is raised at the end, when
+        what was read before it is finished.
 
     Raises:
         ValueError: max_concurrency or max_cached_tokens below 1, a draft that is none or does not fit the target, an option that
-            belongs to generate() alone (streamer, assistant_model, custom_generate).
+            has no meaning here (streamer, assistant_model, custom_generate, a cache, an attention_mask for all).
     """
     for name, value in (("max_concurrency", max_concurrency), ("max_cached_tokens", max_cached_tokens)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-    for name, instead in (("streamer", "on_tokens"), ("assistant_model", "the argument draft"), ("custom_generate", "generate()")):
-        if options.get(name) is not None:
-            raise ValueError(f"{name} is not an option of generate_many; use {instead}")
+    _refuse_options("", options)
+    if options.get("attention_mask") is not None:
+        raise ValueError("attention_mask belongs to one request: give it in its dictionary, beside input_ids")
     if draft is not None:
         if (found := as_draft(draft)) is None:
             raise ValueError(f"draft must be a DSparkDraftModel or None, got {type(draft).__name__}")
@@ -99,6 +102,7 @@ class _Queue:
         self.running: list[tuple[int, Request]] = []
         self.waiting: tuple[int, Request] | None = None  # read, but without room for its keys and values yet
         self.finished: deque[Completion] = deque()
+        self.prompts_error: Exception | None = None
 
     def run(self, ordered: bool, show_progress: bool) -> Iterator[Completion]:
         held, next_index = {}, 0
@@ -108,8 +112,9 @@ class _Queue:
                 try:
                     going_on = self._round()
                 except KeyboardInterrupt:
+                    self._collect()
                     logger.warning("interrupted: %d requests in flight are given up, with all that wait", len(self.running))
-                    going_on = False
+                    going_on, self.prompts_error = False, None
                 while self.finished:
                     completion = self.finished.popleft()
                     bar.update()
@@ -124,9 +129,11 @@ class _Queue:
                     break
             # Only an interruption leaves some behind a gap.
             yield from (held[index] for index in sorted(held))
+            if self.prompts_error is not None:
+                raise self.prompts_error
         finally:
             bar.close()
-            for _, request in self.running:
+            for _, request in [*self.running, *([self.waiting] if self.waiting else [])]:
                 request.release()
 
     def _round(self) -> bool:
@@ -136,70 +143,93 @@ class _Queue:
             return bool(self.finished)
         with torch.no_grad():
             step([request for _, request in self.running])
+        self._collect()
+        return True
+
+    def _collect(self) -> None:
         for index, request in self.running:
             if request.finished:
                 self.finished.append(_completion(index, request))
         self.running = [(index, request) for index, request in self.running if not request.finished]
-        return True
 
     def _admit(self) -> None:
         num_rows = 0
-        while len(self.running) < self.max_concurrency and num_rows < _PREFILL_ROWS:
-            self.waiting = self.waiting or self._next()
+        while len(self.running) < self.max_concurrency:
+            self.waiting = self.waiting or self._read()
             if self.waiting is None:
                 return
             _, request = self.waiting
             reserved = sum(running.max_length for _, running in self.running)
             if self.max_cached_tokens is not None and self.running and reserved + request.max_length > self.max_cached_tokens:
                 return
+            num_rows += request.num_tokens
+            if num_rows > max(_PREFILL_ROWS, request.num_tokens):
+                return
             self.running.append(self.waiting)
             self.waiting = None
-            num_rows += request.num_tokens
 
-    def _next(self) -> tuple[int, Request] | None:
-        """The next request that can be decoded; those that can't be are finished at once, with their error."""
-        for index, prompt in self.prompts:
-            try:
-                request = self._request(index, prompt)
-                if self.max_cached_tokens is not None and request.max_length > self.max_cached_tokens:
-                    request.release()
-                    raise ValueError(
-                        f"request {index} may grow to {request.max_length} tokens, more than max_cached_tokens={self.max_cached_tokens}; lower its "
-                        "max_new_tokens or raise the bound"
-                    )
-                return index, request
-            except Exception as error:
-                self.finished.append(Completion(index, error=error))
-        return None
+    def _read(self) -> tuple[int, Request] | None:
+        """The next prompt as a request. None: there is none, or it can't be decoded and is finished at once, with its error."""
+        try:
+            index, prompt = next(self.prompts, (None, None))
+        except Exception as error:
+            self.prompts_error = error
+            return None
+        if index is None:
+            return None
+        try:
+            return index, self._request(index, prompt)
+        except Exception as error:
+            self.finished.append(Completion(index, error=error))
+            return None
 
     def _request(self, index: int, prompt) -> Request:
         own = dict(prompt) if isinstance(prompt, Mapping) else {"input_ids": prompt}
-        seed = own.pop("seed", None)
-        input_ids = _checked_ids(index, own.pop("input_ids", None), self.target)
+        _refuse_options(f"request {index}: ", own)
+        seed, input_ids = own.pop("seed", None), _checked_ids(index, own.pop("input_ids", None), self.target)
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
+            raise ValueError(f"request {index}: seed must be a whole number, got {seed!r}")
+        if own.get("attention_mask") is not None:
+            own["attention_mask"] = _checked_mask(index, own["attention_mask"], input_ids)
 
         def prepared(target, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
             """Called by generate() after its usual preparation, in place of a loop."""
             return self._prepared_request(index, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, seed)
 
-        return self.target.generate(input_ids=input_ids, **{**self.options, **own}, custom_generate=prepared)
+        request = self.target.generate(input_ids=input_ids, **{**self._shared_options(), **own}, custom_generate=prepared)
+        if not isinstance(request, Request):
+            raise ValueError(f"request {index}: cache_implementation='paged' is transformers' own way of decoding many; leave it out")
+        return request
+
+    def _shared_options(self) -> dict:
+        """The options for all requests, with processors and criteria that keep nothing of another's text."""
+        options = dict(self.options)
+        if options.get("logits_processor"):
+            options["logits_processor"] = row_processors(options["logits_processor"], 0, 1)
+        if options.get("stopping_criteria"):
+            options["stopping_criteria"] = row_criteria(options["stopping_criteria"])
+        return options
 
     def _prepared_request(self, index, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, seed) -> Request:
-        for name in ("num_beams", "num_return_sequences"):
-            if (value := getattr(generation_config, name)) not in (None, 1):
-                raise ValueError(f"request {index}: {name}={value} is not an option of generate_many; repeat the prompt instead")
-        if (cache := model_kwargs.get("cache")) is None or cache.get_seq_length() > 0:
-            raise ValueError(f"request {index}: generate_many starts every text anew, with a cache of its own; leave cache and use_cache out")
+        _refuse_modes(index, generation_config)
+        if model_kwargs.get("cache") is None:
+            raise ValueError(f"request {index}: generate_many needs a cache; leave use_cache out")
         if self.draft is not None:
             refuse_unsupported(self.target, self.draft, generation_config, {})
+        if self.max_cached_tokens is not None and generation_config.max_length > self.max_cached_tokens:
+            raise ValueError(
+                f"request {index} may grow to {generation_config.max_length} tokens, more than max_cached_tokens={self.max_cached_tokens}; lower its "
+                "max_new_tokens or raise the bound"
+            )
+        generator = None if self.draft is None else DSparkCandidateGenerator(self.draft, self.target, generation_config, logits_processor)
+        events = None if self.on_tokens is None else _Events(index, self.on_tokens)
+        random = None if seed is None else torch.Generator(self.target.device).manual_seed(seed)
         reason = unpacked_reason(self.target, generation_config, model_kwargs)
-        if reason is None:
+        if reason is None:  # last, because it takes a place
             sequence = PackedSequence(self.target, input_ids, model_kwargs.get("attention_mask"), self.store, generation_config.max_length)
         else:
             warn_unpacked(self.target, reason)
             sequence = CachedSequence(self.target, generation_config, model_kwargs)
-        generator = None if self.draft is None else DSparkCandidateGenerator(self.draft, self.target, generation_config, logits_processor)
-        events = None if self.on_tokens is None else _Events(index, self.on_tokens)
-        random = None if seed is None else torch.Generator(self.target.device).manual_seed(seed)
         return Request(
             self.target, input_ids, generation_config, logits_processor, stopping_criteria, sequence, generator, streamer=events, random=random
         )
@@ -228,6 +258,44 @@ def _completion(index: int, request: Request) -> Completion:
         return Completion(index, request.output(), new_ids)
     finally:
         request.release()
+
+
+def _refuse_options(who: str, options: Mapping) -> None:
+    for name, instead in (
+        ("streamer", "use on_tokens"),
+        ("assistant_model", "give the draft as the argument draft"),
+        ("custom_generate", "use generate()"),
+        ("cache", "every text starts anew, with a cache of its own"),
+        ("past_key_values", "every text starts anew, with a cache of its own"),
+    ):
+        if options.get(name) is not None:
+            raise ValueError(f"{who}{name} is not an option of generate_many; {instead}")
+
+
+def _refuse_modes(index: int, generation_config: GenerationConfig) -> None:
+    """What a loop of one token after the other would silently leave out."""
+    if (value := generation_config.num_return_sequences) not in (None, 1):
+        raise ValueError(f"request {index}: num_return_sequences={value} is not an option of generate_many; repeat the prompt instead")
+    mode = generation_config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE) or generation_config.dola_layers is not None:
+        raise ValueError(f"request {index}: generate_many decodes greedily or samples, its options ask for {mode.value}; use generate()")
+    if generation_config.return_dict_in_generate:
+        for name in ("output_hidden_states", "output_attentions"):
+            if getattr(generation_config, name):
+                raise ValueError(f"request {index}: {name}=True is not supported by generate_many; output_scores and output_logits are")
+
+
+def _checked_mask(index: int, mask, input_ids: torch.Tensor) -> torch.Tensor:
+    """`mask` as (1, tokens). Raises ValueError: of another length than the ids, all zeros, or padded on the right."""
+    mask = torch.as_tensor(mask, device=input_ids.device)
+    mask = mask[None] if mask.dim() == 1 else mask
+    if mask.shape != input_ids.shape:
+        raise ValueError(f"request {index}: attention_mask has the shape {tuple(mask.shape)}, its input_ids {tuple(input_ids.shape)}")
+    if not mask.any():
+        raise ValueError(f"request {index}: the prompt is empty: its attention_mask has no 1")
+    if not mask[0, -1]:
+        raise ValueError(f"request {index}: the prompt is padded on the right; a text is continued from its last token: use padding_side='left'")
+    return mask
 
 
 def _checked_ids(index: int, ids, target: PreTrainedModel) -> torch.Tensor:
