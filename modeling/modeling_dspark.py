@@ -4,6 +4,8 @@ Source: "DSpark: Confidence-Scheduled Speculative Decoding with Semi-Autoregress
 Axis words: `batch`; `context` tokens the target has processed; `rows` block positions; `hidden`; `vocab`.
 """
 
+import shutil
+import tempfile
 import weakref
 from copy import deepcopy
 from pathlib import Path
@@ -21,6 +23,7 @@ from .configuration_dspark import DSparkConfig
 from .context_cache import ContextCache, PackedContext
 from .heads import ConfidenceHead, MarkovHead
 from .target_tables import TargetTables, check_fit
+from .uploading import COMPANIONS, upload_draft
 
 __all__ = ["DSparkDraftModel"]
 
@@ -126,6 +129,8 @@ class DSparkDraftModel(PreTrainedModel):
             self.d2t = nn.Buffer(torch.zeros(config.draft_vocab_size, dtype=torch.long))
         self.generation_config = default_generation_config()
         self.stored_tables: dict[str, torch.Tensor] = {}
+        # Where the draft was loaded from or last saved to, if that is a folder here: its card lies there.
+        self.folder: Path | None = None
         self._tables: TargetTables | None = None
         # Targets whose head has been compared with their own logits (once each, at their first generate()).
         self.checked_targets: weakref.WeakSet = weakref.WeakSet()
@@ -230,6 +235,8 @@ class DSparkDraftModel(PreTrainedModel):
         draft, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         draft.check_vocabulary_map()
         draft.stored_tables = checkpoint.stored_tables
+        folder = Path(pretrained_model_name_or_path, kwargs.get("subfolder") or "")
+        draft.folder = folder if folder.is_dir() else None
         draft.generation_config = checkpoint.generation_config or default_generation_config()
         return (draft, info) if output_loading_info else draft
 
@@ -239,6 +246,7 @@ class DSparkDraftModel(PreTrainedModel):
         Args:
             slim: leave out the target's embedding and head. False: write them too (for DeepSpec and engines that need them).
                 Copies that came with the checkpoint are kept while no target has been seen that computes the same.
+            push_to_hub: upload the folder's draft too, as `push_to_hub` does and with its options; `repo_id` is the folder's name by default.
 
         Raises:
             ValueError: slim=False and a table of the target can't be read (unbound, quantised, or no plain weight), or push_to_hub=True
@@ -249,9 +257,38 @@ class DSparkDraftModel(PreTrainedModel):
             raise ValueError("push_to_hub=True uploads the slim layout, got slim=False; save with slim=False, then upload the folder")
         extra = dict(self.stored_tables) if slim else self._all_tables()
         save_folder(self, save_directory, extra, super().save_pretrained, kwargs)
+        if not kwargs.get("is_main_process", True):
+            return
+        self.folder = Path(save_directory)
         if push_to_hub:
-            repo_id = hub_options.pop("repo_id", Path(save_directory).absolute().name)
-            self.push_to_hub(repo_id, **hub_options)
+            repo_id = hub_options.pop("repo_id", self.folder.absolute().name)
+            upload_draft(self.folder, repo_id, tags=self._tags(hub_options.pop("tags", None)), **hub_options)
+
+    def push_to_hub(self, repo_id: str, *, max_shard_size: int | str = "50GB", tags: list[str] | str | None = None, **hub_options):
+        """Uploads the draft, slim: weights, config, generation config; with the README.md and training_args.json of the folder that it
+        was loaded from or last saved to. Without a README.md there the repository keeps its own, or gets a few lines; never transformers'
+        template.
+
+        Args:
+            hub_options: `private`, `token`, `revision`, `create_pr`, `commit_message`, `commit_description`, as in transformers.
+
+        Raises:
+            ValueError: a PEFT adapter lies over the draft; or private=True, and the repository exists and is public.
+        """
+        if hasattr(self, "peft_config"):
+            raise ValueError(
+                "push_to_hub can't upload a draft under a PEFT adapter, whose weights have other names; merge it first (merge_and_unload()), "
+                "or save the adapter and upload its folder with hf_dspark.hub.upload_draft"
+            )
+        with tempfile.TemporaryDirectory() as scratch:
+            save_folder(self, scratch, dict(self.stored_tables), super().save_pretrained, {"max_shard_size": max_shard_size})
+            for name in COMPANIONS if self.folder is not None else ():
+                if (self.folder / name).is_file():
+                    shutil.copy(self.folder / name, scratch)
+            return upload_draft(scratch, repo_id, tags=self._tags(tags), **hub_options)
+
+    def _tags(self, tags: list[str] | str | None) -> list[str]:
+        return [*(self.model_tags or []), *([tags] if isinstance(tags, str) else tags or [])]
 
     def _all_tables(self) -> dict[str, torch.Tensor]:
         """The copies that came with the checkpoint, and the target's own tables in place of those that did not."""

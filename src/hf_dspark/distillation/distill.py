@@ -107,8 +107,10 @@ def new_draft(config: DSparkConfig, target: PreTrainedModel, rows: Dataset) -> D
     size = config.draft_vocab_size
     if size is not None:
         counts = torch.zeros(config.vocab_size, dtype=torch.long)
-        for ids in rows["input_ids"]:
-            counts += torch.bincount(torch.as_tensor(ids), minlength=config.vocab_size)
+        # Only supervised tokens are ever predicted.
+        for row in rows:
+            ids = torch.as_tensor(row["input_ids"])
+            counts += torch.bincount(ids[torch.as_tensor(row["loss_mask"]).bool()] if "loss_mask" in row else ids, minlength=config.vocab_size)
         kept = counts.argsort(descending=True, stable=True)[:size].sort().values
         draft.d2t.copy_(kept - torch.arange(size))
         with torch.no_grad():

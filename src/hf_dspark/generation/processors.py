@@ -13,6 +13,7 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
@@ -72,6 +73,10 @@ def _of_row(processor, row: int, num_rows: int):
     if kind is EncoderRepetitionPenaltyLogitsProcessor:
         own = copy.copy(processor)
         own.encoder_input_ids = _own_part(processor.encoder_input_ids, row, num_rows)
+        return own
+    if kind is RepetitionPenaltyLogitsProcessor and isinstance(processor.prompt_ignore_length, torch.Tensor):
+        own = copy.copy(processor)
+        own.prompt_ignore_length = _own_part(processor.prompt_ignore_length, row, num_rows)
         return own
     if kind is EncoderNoRepeatNGramLogitsProcessor:
         own = copy.copy(processor)
