@@ -235,7 +235,7 @@ class DSparkDraftModel(PreTrainedModel):
         draft, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         draft.check_vocabulary_map()
         draft.stored_tables = checkpoint.stored_tables
-        folder = Path(pretrained_model_name_or_path, kwargs.get("subfolder") or "")
+        folder = Path(pretrained_model_name_or_path, kwargs.get("subfolder") or "").absolute()
         draft.folder = folder if folder.is_dir() else None
         draft.generation_config = checkpoint.generation_config or default_generation_config()
         return (draft, info) if output_loading_info else draft
@@ -259,9 +259,9 @@ class DSparkDraftModel(PreTrainedModel):
         save_folder(self, save_directory, extra, super().save_pretrained, kwargs)
         if not kwargs.get("is_main_process", True):
             return
-        self.folder = Path(save_directory)
+        self.folder = Path(save_directory).absolute()
         if push_to_hub:
-            repo_id = hub_options.pop("repo_id", self.folder.absolute().name)
+            repo_id = hub_options.pop("repo_id", self.folder.name)
             upload_draft(self.folder, repo_id, tags=self._tags(hub_options.pop("tags", None)), **hub_options)
 
     def push_to_hub(self, repo_id: str, *, max_shard_size: int | str = "50GB", tags: list[str] | str | None = None, **hub_options):

@@ -69,7 +69,7 @@ def upload_draft(
 def is_hub_id(name: str | None) -> bool:
     """Whether `name` can name a repository on the Hub, and no file or folder here has it."""
     try:
-        validate_repo_id(name)
+        validate_repo_id(name or "")
     except HFValidationError:
         return False
     return not Path(name).exists()

@@ -26,6 +26,10 @@ def uneven_rows(count: int = 8) -> list[dict]:
     return found
 
 
+def as_dataset(rows: list[dict]) -> Dataset:
+    return Dataset.from_list([{name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in row.items()} for row in rows])
+
+
 # Epochs
 
 
@@ -96,7 +100,8 @@ def step(tmp_path, target, draft, trainer_class=DSparkTrainer, **options) -> tup
     trainer.__class__ = trainer_class
     trainer.add_callback(KeepGradients(gradients))
     trainer.train()
-    return gradients[0], trainer.state.log_history[0]
+    # The names of a wrapped model begin with "module.".
+    return {name.removeprefix("module."): gradient for name, gradient in gradients[0].items()}, trainer.state.log_history[0]
 
 
 class MeanOfBatches(DSparkTrainer):
@@ -158,15 +163,21 @@ def test_logs_over_several_steps_are_the_means_of_the_steps(tmp_path):
         assert sum(entry[name] for entry in logs[0]) / 4 == pytest.approx(logs[1][0][name], rel=1e-4)
 
 
-def test_an_evaluation_is_one_mean_however_it_is_batched(tmp_path):
+@pytest.mark.parametrize("options", [{}, {"draft_vocab_size": 40}], ids=["whole vocabulary", "reduced vocabulary"])
+def test_an_evaluation_is_one_mean_however_it_is_batched(tmp_path, options):
     target = tiny_target()
-    trainer = make_trainer(tmp_path, target, tiny_draft(target), eval_dataset=uneven_rows(7))
+    draft = tiny_draft(target, **options)
+    trainer = make_trainer(tmp_path, target, draft, eval_dataset=uneven_rows(7))
     results = []
     for size in (1, 3, 7):
         trainer.args.per_device_eval_batch_size = size
         results.append(trainer.evaluate())
     for name in ("eval_loss", "eval_ce", "eval_l1", "eval_confidence", "eval_tau"):
         assert [result[name] for result in results] == pytest.approx([results[0][name]] * 3, abs=1e-5)
+    batch = trainer.eval_collator(uneven_rows(7))
+    terms = trainer._losses(draft, batch, None)
+    found = [results[0][f"eval_{name}"] for name in ("ce", "l1", "confidence", "tau")]
+    assert found == pytest.approx([terms.ce.item(), terms.l1.item(), terms.confidence.item(), terms.tokens_per_round.item()], abs=1e-5)
     expected = 0.1 * results[0]["eval_ce"] + 0.9 * results[0]["eval_l1"] + results[0]["eval_confidence"]
     assert results[0]["eval_loss"] == pytest.approx(expected, abs=1e-5)
 
@@ -175,7 +186,7 @@ def test_an_evaluation_is_one_mean_however_it_is_batched(tmp_path):
 
 
 def train_in_process(rank: int, port: int, folder: str) -> None:
-    """One of two processes: a right step, a faulty one and an evaluation; rank 0 writes what it found."""
+    """One of two processes: a right step, a faulty one, one on a stream, and an evaluation; rank 0 writes what it found."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -186,6 +197,7 @@ def train_in_process(rank: int, port: int, folder: str) -> None:
     found = {
         "step": step(folder, target, draft, **options),
         "faulty": step(folder, target, draft, MeanOfBatches, **options),
+        "stream": step(folder, target, draft, dataset=as_dataset(uneven_rows()).to_iterable_dataset(), **options),
     }
     trainer = make_trainer(folder, target, copy.deepcopy(draft), eval_dataset=uneven_rows(5), per_device_eval_batch_size=2, **options)
     assert trainer.accelerator.num_processes == 2
@@ -205,13 +217,12 @@ def test_two_processes_are_one_big_batch(tmp_path):
         port = probe.getsockname()[1]
     torch.multiprocessing.start_processes(train_in_process, (port, str(tmp_path)), nprocs=2, start_method="fork")
     found = torch.load(tmp_path / "found.pt")
-    gradients, log = found["step"]
-    gradients = {name.removeprefix("module."): gradient for name, gradient in gradients.items()}
-    assert largest_gap(gradients, expected) < 1e-5
-    for name in ("loss", "ce", "l1", "confidence", "tau"):
-        assert log[name] == pytest.approx(expected_log[name], abs=1e-5), name
-    faulty = {name.removeprefix("module."): gradient for name, gradient in found["faulty"][0].items()}
-    assert largest_gap(faulty, expected) > 1e-3
+    for case in ("step", "stream"):
+        gradients, log = found[case]
+        assert largest_gap(gradients, expected) < 1e-5, case
+        for name in ("loss", "ce", "l1", "confidence", "tau"):
+            assert log[name] == pytest.approx(expected_log[name], abs=1e-5), (case, name)
+    assert largest_gap(found["faulty"][0], expected) > 1e-3
     # Five rows in batches of two: accelerate repeats some in the last batches, which must not count twice.
     for name in ("eval_loss", "eval_ce", "eval_l1", "eval_confidence", "eval_tau"):
         assert found["evaluation"][name] == pytest.approx(evaluation[name], abs=1e-5), name
@@ -223,8 +234,7 @@ def test_two_processes_are_one_big_batch(tmp_path):
 def test_a_packed_step_has_the_gradients_of_the_texts_apart(tmp_path):
     target = tiny_target()
     draft = tiny_draft(target)
-    dataset = Dataset.from_list([{**row, "input_ids": row["input_ids"].tolist(), "loss_mask": row["loss_mask"].tolist()} for row in uneven_rows()])
-    options = {"dataset": dataset, "num_anchors": 64, "per_device_train_batch_size": 8, "max_length": 50}
+    options = {"dataset": as_dataset(uneven_rows()), "num_anchors": 64, "per_device_train_batch_size": 8, "max_length": 50}
     expected, expected_log = step(tmp_path, target, draft, **options)
     gradients, log = step(tmp_path, target, draft, packing=True, **options)
     assert largest_gap(gradients, expected) < 1e-4
@@ -240,9 +250,8 @@ def test_packed_rows_of_a_target_that_mixes_them_are_refused(tmp_path):
         return forward(*args, logits_to_keep=logits_to_keep, **kwargs)
 
     target.forward = mixing
-    dataset = Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in rows()])
     with pytest.raises(ValueError, match=r"packing=True: Qwen3ForCausalLM .* does not keep packed texts apart"):
-        make_trainer(tmp_path, target, dataset=dataset, packing=True, max_length=40).train()
+        make_trainer(tmp_path, target, dataset=as_dataset(rows()), packing=True, max_length=40).train()
 
 
 # Resuming

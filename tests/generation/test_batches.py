@@ -24,7 +24,8 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from hf_dspark import GenerationReport, record_generation
 from hf_dspark.generation import candidates
 from hf_dspark.generation.hook import as_draft
-from hf_dspark.generation.packing import KeyValues, packing_failure
+from hf_dspark.generation.key_values import KeyValues
+from hf_dspark.generation.packing import packing_failure
 from hf_dspark.modeling.context_cache import ContextCache
 
 BLOCK = 4

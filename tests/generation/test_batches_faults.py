@@ -16,7 +16,8 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_dspark import GenerationReport, record_generation
 from hf_dspark.generation import batches
-from hf_dspark.generation.packing import KeyValues, packing_failure
+from hf_dspark.generation.key_values import KeyValues
+from hf_dspark.generation.packing import packing_failure
 
 
 @pytest.fixture(scope="module")

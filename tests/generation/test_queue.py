@@ -4,6 +4,7 @@ import gc
 import io
 import itertools
 import logging
+import re
 import sys
 import weakref
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from oracle import (
     tiny_target,
     walk_every_outcome,
 )
+from test_decoding import tokenizer_of_pairs
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -30,6 +32,7 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    MaxLengthCriteria,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -108,10 +111,20 @@ def stores(monkeypatch) -> list[packing.KeyValueStore]:
     return made
 
 
+@pytest.fixture
+def nothing_warned(monkeypatch):
+    monkeypatch.setattr(batches, "_warned", set())
+
+
 def assert_nothing_held(stores):
     assert stores
     for pool in (pool for store in stores for pool in store.pools.values()):
         assert not pool.held and not pool.layers
+
+
+def assert_refused(completion, message: str):
+    assert completion.output is completion.new_ids is None
+    assert isinstance(completion.error, ValueError) and re.search(message, str(completion.error)), completion.error
 
 
 class At(LogitsProcessor):
@@ -280,6 +293,42 @@ def test_padding_on_the_left(target, kind):
     expected = [target.generate(**request, do_sample=False, max_new_tokens=BUDGET)[0].tolist() for request in requests]
     completions = many(target, draft_of(kind, target), requests)
     assert [completion.output[0].tolist() for completion in completions] == expected
+
+
+OTHER_OPTIONS = {
+    "a hole in the mask": dict(attention_mask=torch.tensor([[1, 0, 1]])),
+    "positions": dict(position_ids=torch.tensor([[5, 9, 10]])),
+    "guidance": dict(guidance_scale=1.7, negative_prompt_ids=torch.tensor([[9, 3]])),
+    "a longer length criterion": dict(max_new_tokens=None, max_length=6, stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(10)])),
+    "a shorter length criterion": dict(stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(5)])),
+    "a list of criteria": dict(stopping_criteria=[StopAt(6)], max_new_tokens=8),
+    "no time": dict(max_time=0.0),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", OTHER_OPTIONS)
+def test_other_options_of_one_request(target, nothing_warned, name, kind):
+    own = OTHER_OPTIONS[name]
+    texts = new_ids(many(target, draft_of(kind, target), [PROMPTS[1], {"input_ids": PROMPTS[0], **own}, PROMPTS[2]]))
+    assert texts == [alone(target, PROMPTS[1]), alone(target, PROMPTS[0], **own), alone(target, PROMPTS[2])]
+
+
+@pytest.mark.parametrize("whose", ["all", "own", "config"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_stop_strings(target, kind, whose):
+    tokenizer = tokenizer_of_pairs()
+    letters = [[tokenizer.convert_ids_to_tokens(token) for token in alone(target, prompt)] for prompt in PROMPTS[:3]]
+    # Each begins inside one token and ends inside the next.
+    stops = [row[2 + k][-1] + row[3 + k][0] for k, row in enumerate(letters)]
+    expected = [alone(target, prompt, stop_strings=stops, tokenizer=tokenizer) for prompt in PROMPTS[:3]]
+    assert max(map(len, expected)) < BUDGET
+    requests, options = PROMPTS[:3], dict(stop_strings=stops, tokenizer=tokenizer)
+    if whose == "own":
+        requests, options = [{"input_ids": prompt, **options} for prompt in requests], {}
+    elif whose == "config":
+        options = dict(generation_config=GenerationConfig(stop_strings=stops), tokenizer=tokenizer)
+    assert new_ids(many(target, draft_of(kind, target), requests, **options)) == expected
 
 
 def test_attention_mask_as_a_list(target):
@@ -506,11 +555,8 @@ def test_a_prompt_that_fails_disturbs_nobody(target, stores, name, kind):
     prompt, message = FAILING[name]
     first, failed, last = many(target, draft_of(kind, target), [PROMPTS[0], prompt, PROMPTS[2]])
     assert new_ids([first, last]) == [alone(target, PROMPTS[0]), alone(target, PROMPTS[2])]
-    assert failed.output is failed.new_ids is None
     assert [first.index, failed.index, last.index] == [0, 1, 2]
-    assert isinstance(failed.error, ValueError)
-    with pytest.raises(ValueError, match=message):
-        raise failed.error
+    assert_refused(failed, message)
     assert_nothing_held(stores)
 
 
@@ -919,11 +965,18 @@ def test_a_request_that_can_never_fit(target, stores):
     requests = [PROMPTS[0], {"input_ids": PROMPTS[1], "max_new_tokens": 50}, PROMPTS[2]]
     first, failed, last = many(target, None, requests, max_cached_tokens=40)
     assert new_ids([first, last]) == [alone(target, PROMPTS[0]), alone(target, PROMPTS[2])]
-    with pytest.raises(ValueError, match=r"request 1 .*\b51\b.*max_cached_tokens=40"):
-        raise failed.error
+    assert_refused(failed, r"request 1 .*\b51\b.*max_cached_tokens=40")
     assert_nothing_held(stores)
     # As long as the bound is not beyond it.
     assert len(new_ids(many(target, None, [requests[1]], max_cached_tokens=51))[0]) == 50
+
+
+def test_a_length_criterion_counts_against_max_cached_tokens(target):
+    """It takes the place of the length that generate() is given."""
+    own = {"input_ids": PROMPTS[1], "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(50)])}
+    first, failed, last = many(target, None, [PROMPTS[0], own, PROMPTS[2]], max_cached_tokens=40)
+    assert new_ids([first, last]) == [alone(target, PROMPTS[0]), alone(target, PROMPTS[2])]
+    assert_refused(failed, r"request 1 .*\b50\b.*max_cached_tokens=40")
 
 
 @pytest.fixture
@@ -1024,11 +1077,6 @@ def test_closing_before_the_first_one_reads_nothing(target):
 def bloom():
     sizes = dict(vocab_size=64, hidden_size=32, n_layer=3, n_head=4, initializer_range=0.5)
     return build(BloomForCausalLM, BloomConfig(**sizes, bos_token_id=None, eos_token_id=None, pad_token_id=None))
-
-
-@pytest.fixture
-def nothing_warned(monkeypatch):
-    monkeypatch.setattr(batches, "_warned", set())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -1142,8 +1190,7 @@ def test_options_of_generate_alone_are_refused_at_once(target, name):
 def test_options_of_generate_alone_are_refused_for_one_request(target, name):
     first, failed = many(target, None, [PROMPTS[0], {"input_ids": PROMPTS[1], name: OF_GENERATE[name]}])
     assert new_ids([first]) == [alone(target, PROMPTS[0])]
-    with pytest.raises(ValueError, match=f"request 1.*{name}"):
-        raise failed.error
+    assert_refused(failed, f"request 1.*{name}")
 
 
 def test_drafts_that_are_none(target):
@@ -1176,8 +1223,7 @@ def test_a_cache_is_refused(target, make):
     """Each text has its own, which ends with it."""
     first, failed = many(target, None, [PROMPTS[0], {"input_ids": PROMPTS[1], "cache": make(target)}])
     assert new_ids([first]) == [alone(target, PROMPTS[0])]
-    with pytest.raises(ValueError, match=r"request 1.*cache"):
-        raise failed.error
+    assert_refused(failed, r"request 1.*cache")
 
 
 def test_a_cache_for_all_requests_is_refused(nothing_warned):
@@ -1235,8 +1281,7 @@ def test_attention_masks_that_are_refused(target, mask, message):
     for form in (torch.tensor(mask), mask[0]):
         completions = many(target, None, [PROMPTS[0], {"input_ids": [5, 9, 3], "attention_mask": form}])
         assert new_ids(completions[:1]) == [alone(target, PROMPTS[0])]
-        with pytest.raises(ValueError, match=message):
-            raise completions[1].error
+        assert_refused(completions[1], message)
 
 
 def test_a_stop_token_of_one_request_that_is_the_mask_token(target):

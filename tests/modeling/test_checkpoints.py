@@ -4,10 +4,8 @@ import json
 import logging
 import shutil
 
-import huggingface_hub
 import pytest
 import torch
-import transformers
 from checkpoint_files import TABLES, assert_same_draft, change_config, change_tensors
 from oracle import tiny_draft, tiny_target
 from safetensors.torch import load_file, save_file
@@ -225,53 +223,3 @@ def test_a_downloaded_hub_id_loads_offline(target, with_knobs, shard_size, tmp_p
         assert_same_draft(loaded, draft)
     with pytest.raises(OSError):
         DSparkDraftModel.from_pretrained(name, cache_dir=tmp_path / "cache", revision="another-branch")
-
-
-@pytest.fixture
-def uploads(monkeypatch):
-    """What push_to_hub would upload: a list of (repo id, options, {name in the repository: bytes})."""
-    made = []
-
-    class Api:
-        def create_repo(self, repo_id, **options):
-            made.append((repo_id, options, {}))
-            return huggingface_hub.RepoUrl(f"https://huggingface.co/me/{repo_id.rpartition('/')[2]}")
-
-        def create_branch(self, **options):
-            pass
-
-        def create_commit(self, operations, **options):
-            from pathlib import Path
-
-            made[-1][1].update(options)
-            for operation in operations:
-                made[-1][2][operation.path_in_repo] = Path(operation.path_or_fileobj).read_bytes()
-
-    monkeypatch.setattr(transformers.utils.hub, "hf_api", Api)
-    return made
-
-
-@pytest.mark.parametrize("how", ["push_to_hub", "save_pretrained"])
-def test_pushing_uploads_the_slim_layout(target, how, tmp_path, uploads):
-    draft = tiny_draft(target).bind(target)
-    draft.generation_config.num_assistant_tokens = 2
-    options = dict(private=True, token="secret", commit_message="first")
-    if how == "push_to_hub":
-        draft.push_to_hub("me/my-draft", **options)
-    else:
-        draft.save_pretrained(tmp_path / "local", push_to_hub=True, repo_id="me/my-draft", **options)
-    [(repo_id, used, files)] = uploads
-    assert repo_id == "me/my-draft" and used["private"] is True and used["token"] == "secret" and used["commit_message"] == "first"
-    assert set(files) == {"config.json", "generation_config.json", "model.safetensors", "README.md"}
-    (tmp_path / "downloaded").mkdir()
-    for name, content in files.items():
-        (tmp_path / "downloaded" / name).write_bytes(content)
-    assert_same_draft(DSparkDraftModel.from_pretrained(tmp_path / "downloaded"), draft)
-    assert not TABLES & set(load_file(tmp_path / "downloaded" / "model.safetensors"))
-
-
-def test_pushing_while_saving_names_the_repository_after_the_folder(target, tmp_path, uploads):
-    tiny_draft(target).save_pretrained(str(tmp_path / "my-draft") + "/", push_to_hub=True)
-    assert uploads[0][0] == "my-draft"
-    with pytest.raises(ValueError, match=r"push_to_hub=True uploads the slim layout, got slim=False"):
-        tiny_draft(target).bind(target).save_pretrained(tmp_path / "full", slim=False, push_to_hub=True)

@@ -94,10 +94,11 @@ def check_packing(target: PreTrainedModel, inputs: dict[str, torch.Tensor], hidd
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, target: PreTrainedModel) -> None:
     """Raises ValueError unless `optimizer` holds the trainable parameters of `model`, the draft, each once, and nothing else."""
     held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    if foreign := [name for name, parameter in target.named_parameters() if id(parameter) in held]:
+    distinct = set(held)
+    if foreign := [name for name, parameter in target.named_parameters() if id(parameter) in distinct]:
         raise ValueError(f"the optimizer holds parameters of the target: {foreign[:3]}; give the trainer the draft alone as its model")
     wanted = {id(parameter): name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if missing := [name for key, name in wanted.items() if key not in held]:
+    if missing := [name for key, name in wanted.items() if key not in distinct]:
         raise ValueError(f"the optimizer lacks {len(missing)} trainable parameters of the draft, such as {missing[0]}, which would never change")
     if len(held) != len(wanted):
         raise ValueError(f"the optimizer holds {len(held)} parameters, the draft has {len(wanted)} trainable ones; each belongs in one group, once")

@@ -51,6 +51,9 @@ class DSparkTrainer(Trainer):
         self.eval_collator = BlockCollator(**options)
         if args.packing and kwargs.get("train_dataset") is not None:
             kwargs["train_dataset"] = pack_rows(kwargs["train_dataset"], args.max_length)
+        if args.accelerator_config.dispatch_batches is None:
+            # One process can't read a stream for all of them: batches differ in width.
+            args.accelerator_config.dispatch_batches = False
         super().__init__(model=model, args=args, data_collator=collator, **kwargs)
         self.add_callback(EpochCallback(collator))
         self.target = target.requires_grad_(False).eval()

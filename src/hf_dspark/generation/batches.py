@@ -8,8 +8,9 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_dspark.generation.candidates import DSparkCandidateGenerator
-from hf_dspark.generation.decoding import Request
-from hf_dspark.generation.packing import KeyValueStore, packing_failure
+from hf_dspark.generation.decoding import Request, length_limit
+from hf_dspark.generation.key_values import KeyValueStore
+from hf_dspark.generation.packing import packing_failure
 from hf_dspark.generation.processors import row_criteria, row_processors
 from hf_dspark.generation.steps import CachedSequence, PackedSequence
 from hf_dspark.modeling import DSparkDraftModel
@@ -53,7 +54,7 @@ def row_requests(
     for row in range(num_rows):
         own_ids, own_kwargs = input_ids[row : row + 1], _row_kwargs(model_kwargs, row, num_rows)
         if reason is None:
-            sequence = PackedSequence(target, own_ids, own_kwargs.get("attention_mask"), store, generation_config.max_length)
+            sequence = PackedSequence(target, own_ids, own_kwargs.get("attention_mask"), store, length_limit(generation_config, stopping_criteria))
         else:
             sequence = CachedSequence(target, generation_config, own_kwargs)
         processors, criteria = row_processors(logits_processor, row, num_rows), row_criteria(stopping_criteria)

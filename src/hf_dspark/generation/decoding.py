@@ -13,7 +13,7 @@ from hf_dspark.generation.large_vocabulary import draw, largest_token
 from hf_dspark.generation.report import RequestRecord, RoundRecord, active_report
 from hf_dspark.generation.steps import CachedSequence, PackedSequence, forward_all
 
-__all__ = ["Request", "decode", "step"]
+__all__ = ["Request", "decode", "length_limit", "step"]
 
 
 class Request:
@@ -44,9 +44,7 @@ class Request:
         self.logits = () if wants and generation_config.output_logits else None
         self.keep_rows = self.scores is not None or self.logits is not None
         self.stop_ids = _plain_stop_ids(stopping_criteria)
-        # A length criterion given by the user takes the place of the one made from max_length.
-        limits = [criterion.max_length for criterion in stopping_criteria if isinstance(criterion, MaxLengthCriteria)]
-        self.max_length = min(limits, default=generation_config.max_length)
+        self.max_length = length_limit(generation_config, stopping_criteria)
         report = active_report.get()
         self.clock = None if report is None else _Clock(report, input_ids.shape[1], target.device)
         if generator is not None:
@@ -238,6 +236,12 @@ def step(running: list[Request]) -> None:
                 request.accept(proposals[request], outputs)
             except Exception as error:
                 request.fail(error)
+
+
+def length_limit(generation_config: GenerationConfig, criteria: StoppingCriteriaList) -> int:
+    """Tokens a text may have: a length criterion given by the user takes the place of the one made from max_length."""
+    limits = [criterion.max_length for criterion in criteria if isinstance(criterion, MaxLengthCriteria)]
+    return min(limits, default=generation_config.max_length)
 
 
 def _plain_stop_ids(criteria: StoppingCriteriaList) -> set[int] | None:

@@ -21,109 +21,18 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
-__all__ = ["KeyValuePool", "KeyValueStore", "KeyValues", "Segment", "packed_forward", "packing_failure"]
+from hf_dspark.generation.key_values import KeyValuePool, KeyValues
+
+__all__ = ["Segment", "packed_forward", "packing_failure"]
 
 # What the attention implementation is called in a target's config while a packed forward runs.
 _NAME = "hf_dspark_packed"
-# Tokens by which keys and values grow at least.
-_BLOCK = 64
 
 # Arguments of an attention call that say nothing about its result here: positions and lengths follow from the segments.
 _WITHOUT_EFFECT = (
     "position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "is_causal",
     "position_embeddings",
 )  # fmt: skip
-
-
-class KeyValues:
-    """One request's place in a pool of keys and values. Rolling back lowers `length` and copies nothing."""
-
-    def __init__(self, pool: "KeyValuePool", slot: int):
-        self.pool, self.slot, self.length = pool, slot, 0
-
-    def get_seq_length(self) -> int:
-        """Tokens held, as transformers' caches call it."""
-        return self.length
-
-    def rollback(self, num_tokens: int, clear: bool = False) -> None:
-        """Drops the last `num_tokens`; `clear`: their values as well, which are not finite and would be read with weight 0."""
-        self.length -= num_tokens
-        if clear:
-            for keys_and_values in self.pool.layers.values():
-                for buffer in keys_and_values:
-                    buffer[self.slot, self.length :] = 0
-
-    def release(self) -> None:
-        """Gives the place back; may be called again."""
-        if self.pool is not None:
-            self.pool.remove(self)
-            self.pool = None
-
-
-class KeyValuePool:
-    """Keys and values of requests of about the same length, per layer (slots, capacity, kv_heads, head_dim).
-
-    Capacity grows in blocks with the longest request, slots with their number; the slots in use are always the first ones.
-    """
-
-    def __init__(self):
-        self.held: list[KeyValues] = []
-        self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def add(self) -> KeyValues:
-        """A place for one more request."""
-        self.held.append(KeyValues(self, len(self.held)))
-        return self.held[-1]
-
-    def remove(self, place: KeyValues) -> None:
-        """Frees a place, which the last one moves into, and leaves nothing of the one who had it: see `_grown`."""
-        last = self.held.pop()
-        for keys_and_values in self.layers.values():
-            for buffer in keys_and_values:
-                if last is not place:
-                    buffer[place.slot] = buffer[last.slot]
-                buffer[last.slot] = 0
-        if last is not place:
-            last.slot = place.slot
-            self.held[last.slot] = last
-        if not self.held:
-            self.layers.clear()
-        for layer_idx, (keys, values) in self.layers.items():
-            if len(keys) > 2 * len(self.held):
-                self.layers[layer_idx] = keys[: len(self.held)].clone(), values[: len(self.held)].clone()
-
-    def write(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor, group: "_Group") -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes the group's rows of (kv_heads, rows, head_dim); returns the layer's whole keys and values."""
-        held = self.layers.get(layer_idx, (None, None))
-        if held[0] is None or len(held[0]) < len(self.held) or held[0].shape[1] < group.longest:
-            held = self.layers[layer_idx] = tuple(self._grown(buffer, rows, group.longest) for buffer, rows in zip(held, (keys, values)))
-        where = group.where(held[0].shape[1])
-        for buffer, rows in zip(held, (keys, values)):
-            rows = rows.transpose(0, 1)  # (rows, kv_heads, head_dim)
-            buffer.flatten(0, 1).index_copy_(0, where, rows if group.rows is None else rows[group.rows])
-        return held
-
-    def _grown(self, buffer: torch.Tensor | None, rows: torch.Tensor, length: int) -> torch.Tensor:
-        slots, capacity = len(self.held), -(-(length + 1) // _BLOCK) * _BLOCK
-        if buffer is not None:
-            slots = len(buffer) if len(buffer) >= slots else max(slots, len(buffer) * 3 // 2)
-            capacity = buffer.shape[1] if buffer.shape[1] >= length else max(capacity, buffer.shape[1] * 5 // 4)
-        # Zeros: places beyond a request's length are read, with weight 0, and must not hold what a 0 does not cancel.
-        grown = rows.new_zeros(slots, capacity, rows.shape[0], rows.shape[2])
-        if buffer is not None:
-            grown[: len(buffer), : buffer.shape[1]] = buffer
-        return grown
-
-
-class KeyValueStore:
-    """The pools of one call: a request is pooled with those whose texts may grow about as long, so that padding costs at most half."""
-
-    def __init__(self):
-        self.pools: dict[int, KeyValuePool] = {}
-
-    def add(self, max_length: int) -> KeyValues:
-        """A place for a request that grows to `max_length` tokens at most."""
-        return self.pools.setdefault(max(_BLOCK, max_length).bit_length(), KeyValuePool()).add()
 
 
 @dataclass(slots=True)
@@ -174,11 +83,16 @@ class _Group:
         self.same_length = self.width == 1 and min(lengths) == max(lengths)
         self.masks: dict[int | None, torch.Tensor | None] = {}
 
-    def where(self, capacity: int) -> torch.Tensor:
-        """Where every row's keys are written, (rows,) long, in a pool whose slots and capacity are one axis."""
+    def write(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes the group's rows of a forward's (kv_heads, rows, head_dim); returns the pool's whole keys and values of the layer."""
+        held = self.pool.buffers(layer_idx, keys, values, self.longest)
+        capacity = held[0].shape[1]
         if self._where is None or self._where[0] != capacity:
             self._where = capacity, self.row_slots * capacity + self.row_positions
-        return self._where[1]
+        for buffer, rows in zip(held, (keys, values)):
+            rows = rows.transpose(0, 1)  # (rows, kv_heads, head_dim)
+            buffer.flatten(0, 1).index_copy_(0, self._where[1], rows if self.rows is None else rows[self.rows])
+        return held
 
     def mask(self, window: int | None, groups: int, dtype: torch.dtype) -> torch.Tensor | None:
         """(requests, 1, groups * width, reach), 0 where a row may look, else -inf; None: everything is seen."""
@@ -371,7 +285,7 @@ def _attend(module, query, key, value, attention_mask, scaling=None, dropout=0.0
     step.windows[module.layer_idx] = sliding_window
     output = None
     for group in step.groups:
-        keys, values = group.pool.write(module.layer_idx, key[0], value[0], group)
+        keys, values = group.write(module.layer_idx, key[0], value[0])
         attended = None
         if group.num_going:
             attended = _attend_going(group, query[0], keys, values, scaling, sliding_window)  # (requests, width, heads, head_dim)

@@ -1,21 +1,22 @@
 """A queue of prompts through one target: waiting requests join as soon as a place is free, each ends on its own."""
 
+import copy
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, StoppingCriteriaList, StopStringCriteria
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging as transformers_logging
 
 from hf_dspark.generation.batches import unpacked_reason, warn_unpacked
 from hf_dspark.generation.candidates import DSparkCandidateGenerator
-from hf_dspark.generation.decoding import Request, step
+from hf_dspark.generation.decoding import Request, length_limit, step
 from hf_dspark.generation.hook import as_draft, refuse_unsupported
-from hf_dspark.generation.packing import KeyValueStore
+from hf_dspark.generation.key_values import KeyValueStore
 from hf_dspark.generation.processors import row_criteria, row_processors
 from hf_dspark.generation.steps import CachedSequence, PackedSequence
 from hf_dspark.modeling import DSparkDraftModel
@@ -77,7 +78,8 @@ def generate_many(
             has no meaning here (streamer, assistant_model, custom_generate, a cache, an attention_mask for all).
     """
     for name, value in (("max_concurrency", max_concurrency), ("max_cached_tokens", max_cached_tokens)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        unbounded = value is None and name == "max_cached_tokens"
+        if not unbounded and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
     _refuse_options("", options)
     if options.get("attention_mask") is not None:
@@ -196,10 +198,8 @@ class _Queue:
             """Called by generate() after its usual preparation, in place of a loop."""
             return self._prepared_request(index, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, seed)
 
-        request = self.target.generate(input_ids=input_ids, **{**self._shared_options(), **own}, custom_generate=prepared)
-        if not isinstance(request, Request):
-            raise ValueError(f"request {index}: cache_implementation='paged' is transformers' own way of decoding many; leave it out")
-        return request
+        options = _with_stop_strings(index, {**self._shared_options(), **own})
+        return self.target.generate(input_ids=input_ids, **options, custom_generate=prepared)
 
     def _shared_options(self) -> dict:
         """The options for all requests, with processors and criteria that keep nothing of another's text."""
@@ -216,9 +216,10 @@ class _Queue:
             raise ValueError(f"request {index}: generate_many needs a cache; leave use_cache out")
         if self.draft is not None:
             refuse_unsupported(self.target, self.draft, generation_config, {})
-        if self.max_cached_tokens is not None and generation_config.max_length > self.max_cached_tokens:
+        limit = length_limit(generation_config, stopping_criteria)
+        if self.max_cached_tokens is not None and limit > self.max_cached_tokens:
             raise ValueError(
-                f"request {index} may grow to {generation_config.max_length} tokens, more than max_cached_tokens={self.max_cached_tokens}; lower its "
+                f"request {index} may grow to {limit} tokens, more than max_cached_tokens={self.max_cached_tokens}; lower its "
                 "max_new_tokens or raise the bound"
             )
         generator = None if self.draft is None else DSparkCandidateGenerator(self.draft, self.target, generation_config, logits_processor)
@@ -226,7 +227,7 @@ class _Queue:
         random = None if seed is None else torch.Generator(self.target.device).manual_seed(seed)
         reason = unpacked_reason(self.target, generation_config, model_kwargs)
         if reason is None:  # last, because it takes a place
-            sequence = PackedSequence(self.target, input_ids, model_kwargs.get("attention_mask"), self.store, generation_config.max_length)
+            sequence = PackedSequence(self.target, input_ids, model_kwargs.get("attention_mask"), self.store, limit)
         else:
             warn_unpacked(self.target, reason)
             sequence = CachedSequence(self.target, generation_config, model_kwargs)
@@ -270,6 +271,23 @@ def _refuse_options(who: str, options: Mapping) -> None:
     ):
         if options.get(name) is not None:
             raise ValueError(f"{who}{name} is not an option of generate_many; {instead}")
+    if options.get("cache_implementation") == "paged":
+        raise ValueError(f"{who}cache_implementation='paged' is transformers' own way of decoding many; leave it out")
+
+
+def _with_stop_strings(index: int, options: dict) -> dict:
+    """generate() loses the tokenizer on the way to a loop of one's own, so its criterion is made here."""
+    tokenizer, config = options.pop("tokenizer", None), options.get("generation_config")
+    stop_strings = options.pop("stop_strings", None) or (config.stop_strings if config is not None else None)
+    if not stop_strings:
+        return options
+    if tokenizer is None:
+        raise ValueError(f"request {index}: stop_strings={stop_strings!r} needs the option tokenizer as well")
+    if config is not None:
+        options["generation_config"] = copy.deepcopy(config)
+        options["generation_config"].stop_strings = None
+    criteria = StoppingCriteriaList([*(options.get("stopping_criteria") or []), StopStringCriteria(tokenizer, stop_strings)])
+    return {**options, "stopping_criteria": criteria}
 
 
 def _refuse_modes(index: int, generation_config: GenerationConfig) -> None:

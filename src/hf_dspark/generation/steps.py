@@ -6,7 +6,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
-from hf_dspark.generation.packing import KeyValueStore, Segment, packed_forward
+from hf_dspark.generation.key_values import KeyValueStore
+from hf_dspark.generation.packing import Segment, packed_forward
 
 __all__ = ["CachedSequence", "PackedSequence", "advance", "forward_all", "prefill", "rollback", "verify"]
 
