@@ -275,6 +275,8 @@ class DSparkDraftModel(PreTrainedModel):
         Raises:
             ValueError: a PEFT adapter lies over the draft; or private=True, and the repository exists and is public.
         """
+        if unknown := sorted(set(hub_options) - set(_PUSH_OPTIONS)):
+            raise TypeError(f"push_to_hub takes no {', '.join(unknown)}; its options are {', '.join(_PUSH_OPTIONS)} and max_shard_size")
         if hasattr(self, "peft_config"):
             raise ValueError(
                 "push_to_hub can't upload a draft under a PEFT adapter, whose weights have other names; merge it first (merge_and_unload()), "

@@ -26,7 +26,7 @@ def upload_draft(
     token: bool | str | None = None,
     revision: str | None = None,
     create_pr: bool = False,
-    commit_message: str = "Upload draft",
+    commit_message: str | None = None,
     commit_description: str | None = None,
     tags: list[str] | None = None,
     run_as_future: bool = False,
@@ -62,7 +62,8 @@ def upload_draft(
     if "config.json" in names:
         # A stale shard, index or single file would be read in place of the new weights.
         operations += [CommitOperationDelete(name) for name in present if _WEIGHTS.fullmatch(name) and name not in names]
-    commit = dict(commit_message=commit_message, commit_description=commit_description, create_pr=create_pr, run_as_future=run_as_future)
+    message = commit_message or "Upload draft"
+    commit = dict(commit_message=message, commit_description=commit_description, create_pr=create_pr, run_as_future=run_as_future)
     return api.create_commit(repo_id, operations, token=token, revision=revision, **commit)
 
 

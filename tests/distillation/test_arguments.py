@@ -31,7 +31,8 @@ def test_the_recipe_parses_from_yaml_and_as_flags(tmp_path):
     assert (args.block_size, args.num_draft_layers, args.markov_rank) == (7, 3, 64)
     assert f"hf-dspark distill recipes/{path.name}" in path.read_text()
     assert args.num_held_out == yaml.safe_load((RECIPES / "stdlib_target.yaml").read_text())["num_held_out"]
-    flags = [text for key, value in yaml.safe_load(path.read_text()).items() for text in (f"--{key}", str(value))]
+    options = yaml.safe_load(path.read_text())
+    flags = [text for key, value in options.items() for text in (f"--{key}", *map(str, value if isinstance(value, list) else [value]))]
     (flagged,) = parser.parse_args_into_dataclasses(flags)
     for option in fields(args):
         assert getattr(flagged, option.name) == getattr(args, option.name), option.name

@@ -258,6 +258,7 @@ def test_a_template_whose_prompt_its_conversations_do_not_have():
     """The prompt opens the reasoning, and even the last answer is rendered without any."""
     template = LLAMA3.replace("\n\n' if add", "\n\n<think>\n' if add")
     assert encode(template, TWO_TURNS) == ([], [2, 4])
+    assert [row.left_out for row in ChatTemplate(tokenizer_with(template)).encode_turns(TWO_TURNS)] == [[4], [2]]
 
 
 @pytest.mark.parametrize(

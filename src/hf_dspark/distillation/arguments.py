@@ -96,6 +96,7 @@ class DistillationArguments(TrainingArguments):
     prediction_loss_only: bool = field(default=True, metadata={"help": "Evaluations report losses and tau and keep no logits."})
     # The heads run outside the wrapped forward, where DDP's search would take their parameters for unused.
     ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "Passed to DistributedDataParallel."})
+    hub_strategy: str = field(default="end", metadata={"help": "Must stay 'end': nothing is uploaded before the draft is finished."})
     # The Trainer writes this into the draft's config.
     use_cache: bool = field(default=True, metadata={"help": "Written into the draft's config; training uses no cache."})
 
@@ -111,6 +112,8 @@ class DistillationArguments(TrainingArguments):
             raise ValueError(f"save_dtype must be bfloat16, float16 or float32, got {self.save_dtype!r}")
         if self.remove_unused_columns:
             raise ValueError("remove_unused_columns=True would drop the columns the losses need; leave it False")
+        if self.push_to_hub and self.hub_strategy != "end":
+            raise ValueError(f"hub_strategy must be 'end', got {self.hub_strategy!r}: a draft is uploaded when it is finished")
         super().__post_init__()
 
     @property

@@ -121,7 +121,7 @@ class ChatTemplate:
         stop = len(ids)
         while stop > start and self._is_blank(ids[stop - 1]):
             stop -= 1
-        return (stop - 1, stop) if stop > start and ids[stop - 1] in self.special_ids else (stop, stop)
+        return stop, stop
 
     def _encode_marked(self, messages: list[dict]) -> EncodedConversation:
         """By the template's own marks; the token that ends a turn is added where they leave it out, blanks behind it are taken out."""

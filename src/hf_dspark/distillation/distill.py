@@ -11,6 +11,7 @@ from hf_dspark.distillation.arguments import DistillationArguments
 from hf_dspark.distillation.conversations import show_sample
 from hf_dspark.distillation.data import load_rows
 from hf_dspark.distillation.trainer import DSparkTrainer
+from hf_dspark.hub import DraftCard, upload_draft, write_draft_card
 from hf_dspark.modeling import DSparkConfig, DSparkDraftModel
 
 __all__ = ["distill", "draft_config", "new_draft"]
@@ -19,7 +20,8 @@ _REPORTED = ("eval_loss", "eval_ce", "eval_l1", "eval_confidence", "eval_tau")
 
 
 def distill(args: DistillationArguments) -> Path:
-    """Trains a draft and writes it, slim, with `distillation.json` (the held-out losses and tau) to `args.output_dir`.
+    """Trains a draft and writes it, slim, with `distillation.json` (the held-out losses and tau) and a card to `args.output_dir`; with
+    `push_to_hub` it is uploaded then.
 
     Raises:
         ValueError: options that don't fit the target, its tokenizer or the data.
@@ -41,7 +43,9 @@ def distill(args: DistillationArguments) -> Path:
             raise ValueError(f"max_length={args.max_length} is too short for the block_size {draft.config.block_size} of {args.init_draft}")
     trainer = DSparkTrainer(draft, target, args, train_dataset=train_rows, eval_dataset=eval_rows)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    report = {"steps": trainer.state.global_step, "num_train_rows": len(train_rows)}
+    report = {"steps": trainer.state.global_step}
+    if not args.streaming:
+        report["num_train_rows"] = len(train_rows)
     if eval_rows is not None:
         metrics = trainer.evaluate()
         report |= {name: metrics[name] for name in _REPORTED if name in metrics}
@@ -50,7 +54,11 @@ def distill(args: DistillationArguments) -> Path:
         draft.config.base_model_name_or_path = args.target
         draft.to(getattr(torch, args.save_dtype)).save_pretrained(output)
         (output / "distillation.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+        write_draft_card(draft, output, DraftCard(arguments=args.to_dict(), report=report))
         print(", ".join(f"{name} {value:.4g}" for name, value in report.items()) + f"; wrote {output}")
+        if args.push_to_hub:
+            name = args.hub_model_id or output.absolute().name
+            upload_draft(output, name, private=args.hub_private_repo, token=args.hub_token, revision=args.hub_revision)
     return output
 
 

@@ -1,5 +1,7 @@
 """A Trainer whose model is the draft; the target stands beside it and is only asked."""
 
+from pathlib import Path
+
 import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 
@@ -9,6 +11,7 @@ from hf_dspark.distillation.collator import BlockCollator, pack_rows
 from hf_dspark.distillation.features import target_features
 from hf_dspark.distillation.first_batch import check_first_batch, check_optimizer
 from hf_dspark.distillation.losses import LossTerms, Normalisers, dspark_loss, normalisers
+from hf_dspark.hub import DraftCard, upload_draft, write_draft_card
 from hf_dspark.modeling import DSparkDraftModel
 
 __all__ = ["DSparkTrainer"]
@@ -197,3 +200,25 @@ class DSparkTrainer(Trainer):
     def _stacked(self, terms: LossTerms) -> torch.Tensor:
         values = {"ce": terms.ce, "l1": terms.l1, "tau": terms.tokens_per_round, "confidence": terms.confidence}
         return torch.stack([values[name] for name in self._term_names])
+
+    def create_model_card(self, **kwargs):
+        """Writes this library's card to `output_dir`, where transformers would write its own."""
+        if self.is_world_process_zero():
+            card = DraftCard(arguments=self.args.to_dict(), report={"steps": self.state.global_step}, repo_id=self.hub_model_id)
+            write_draft_card(self.accelerator.unwrap_model(self.model), self.args.output_dir, card)
+
+    def push_to_hub(self, commit_message="End of training", blocking=True, token=None, revision=None, private=None, **kwargs):
+        """Uploads the draft's own files of `output_dir` (weights, configs, training arguments, card) and nothing else that lies there."""
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        self.create_model_card()
+        return upload_draft(
+            self.args.output_dir,
+            self.hub_model_id or self.args.hub_model_id or Path(self.args.output_dir).absolute().name,
+            private=self.args.hub_private_repo if private is None else private,
+            token=token or self.args.hub_token,
+            revision=revision or self.args.hub_revision,
+            commit_message=commit_message,
+            run_as_future=not blocking,
+        )
