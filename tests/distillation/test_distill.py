@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from fake_hub import FakeHub
 from oracle import build, tiny_draft, tiny_target
 from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, set_seed
 
@@ -63,6 +64,27 @@ def test_the_written_draft_is_slim_names_its_target_and_decodes(folder):
     report = json.loads((output / "distillation.json").read_text())
     assert report["steps"] == 3 and report["num_train_rows"] >= 26 and 1 <= report["eval_tau"] <= 5
     generates_as_plain(folder, draft)
+
+
+def test_a_card_is_written_and_nothing_is_uploaded_unasked(folder, monkeypatch):
+    hub = FakeHub().install(monkeypatch)
+    readme = (distill(arguments(folder)) / "README.md").read_text()
+    assert "dspark" in readme and not hub.calls and not hub.commits
+
+
+def test_the_finished_draft_is_uploaded_once_when_asked(folder, monkeypatch):
+    hub = FakeHub().install(monkeypatch)
+    output = distill(arguments(folder, push_to_hub=True, hub_model_id="me/draft", hub_private_repo=True, save_strategy="steps", save_steps=1))
+    ((repo_id, _, added, _),) = hub.commits
+    assert repo_id == "me/draft" and hub.private[repo_id]
+    assert added == {"README.md", "config.json", "generation_config.json", "model.safetensors", "training_args.json"}
+    assert hub.readme(repo_id) == (output / "README.md").read_text()
+    with pytest.raises(ValueError, match="hub_strategy must be 'end', got 'every_save'"):
+        arguments(folder, push_to_hub=True, hub_strategy="every_save")
+
+
+def test_a_stream_of_rows_trains_a_draft(folder):
+    assert DSparkDraftModel.from_pretrained(distill(arguments(folder, streaming=True))).config.block_size == 4
 
 
 def test_the_same_arguments_write_the_same_draft(folder):

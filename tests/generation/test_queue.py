@@ -38,7 +38,7 @@ from transformers import (
 )
 
 from hf_dspark import DSparkDraftModel, generate_many, record_generation
-from hf_dspark.generation import batches, packing, queue, steps
+from hf_dspark.generation import batches, key_values, queue, steps
 from hf_dspark.modeling import context_cache
 
 PROMPTS = [[5, 9, 3], [17], [22, 8, 40, 2, 11, 6, 31], [7, 7], [1, 2, 3, 4, 50], [60, 12, 33, 4, 25, 16, 7, 8, 19, 30, 21], [44, 3, 14, 15], [2, 9]]
@@ -98,11 +98,11 @@ def widths(monkeypatch) -> list[list[int]]:
 
 
 @pytest.fixture
-def stores(monkeypatch) -> list[packing.KeyValueStore]:
+def stores(monkeypatch) -> list[key_values.KeyValueStore]:
     """Where the calls inside a test keep their keys and values."""
     made = []
 
-    class Noted(packing.KeyValueStore):
+    class Noted(key_values.KeyValueStore):
         def __init__(self):
             super().__init__()
             made.append(self)
@@ -983,7 +983,7 @@ def test_a_length_criterion_counts_against_max_cached_tokens(target):
 def live(monkeypatch) -> Iterator[dict[type, weakref.WeakSet]]:
     """Living places of keys and values, of the target's and of drafts."""
     sets = {}
-    for owner in (packing.KeyValues, context_cache.ContextCache):
+    for owner in (key_values.KeyValues, context_cache.ContextCache):
         sets[owner] = weakref.WeakSet()
         spy(monkeypatch, owner, "__init__", lambda self, *_, own=sets[owner]: own.add(self))
     gc.collect()
@@ -1000,7 +1000,7 @@ def test_what_a_request_holds_ends_with_it(target, monkeypatch, live, kind):
 
     def note(_, segments, *__):
         gc.collect()
-        places = [place for place in live[packing.KeyValues] if place.length]
+        places = [place for place in live[key_values.KeyValues] if place.length]
         noted.append(
             (len(places), len([cache for cache in live[context_cache.ContextCache] if cache.length]), sum(s.place.length > 0 for s in segments))
         )
