@@ -87,8 +87,8 @@ def overrun_of_the_budget(monkeypatch):
 def scheduler_that_looks_back(monkeypatch):
     whole = candidates._Drafter.proposal
 
-    def faulty(self, confidence):
-        proposal = whole(self, confidence)
+    def faulty(self):
+        proposal = whole(self)
         unlikely = [k for k, token in enumerate(proposal.ids) if proposal.law is not None and proposal.law[k][token] < 0.3]
         keep = unlikely[0] if unlikely else len(proposal.ids)
         return Proposal(proposal.ids[:keep], None if proposal.law is None else proposal.law[:keep], (proposal.confidence or [])[:keep])
