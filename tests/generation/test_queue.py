@@ -273,6 +273,7 @@ def test_dictionaries_of_generate(target, kind):
             assert len(completion.output[name]) == len(expected[name])
             for row, expected_row in zip(completion.output[name], expected[name]):
                 torch.testing.assert_close(row, expected_row, rtol=1e-4, atol=1e-4)
+                assert not row.requires_grad
         # The keys and values of a packed request end with it.
         assert completion.output.cache is None
 
@@ -1294,3 +1295,9 @@ def test_the_queue_is_an_iterator(target):
     assert iter(texts) is texts
     assert [completion.index for completion in texts] == [0, 1]
     assert list(texts) == []
+
+
+@pytest.mark.parametrize("prompts", ["import os", [5, 9, 3], torch.tensor([5, 9, 3])], ids=["text", "ids", "tensor"])
+def test_one_prompt_in_place_of_many_is_refused_at_once(target, prompts):
+    with pytest.raises(ValueError, match="prompts must be several prompts"):
+        generate_many(target, None, prompts)

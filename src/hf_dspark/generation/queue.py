@@ -74,13 +74,17 @@ def generate_many(
         what was read before it is finished.
 
     Raises:
-        ValueError: max_concurrency or max_cached_tokens below 1, a draft that is none or does not fit the target, an option that
-            has no meaning here (streamer, assistant_model, custom_generate, a cache, an attention_mask for all).
+        ValueError: one prompt in place of many, max_concurrency or max_cached_tokens below 1, a draft that is none or does not fit
+            the target, an option that has no meaning here (streamer, assistant_model, custom_generate, a cache, an attention_mask
+            for all).
     """
     for name, value in (("max_concurrency", max_concurrency), ("max_cached_tokens", max_cached_tokens)):
         unbounded = value is None and name == "max_cached_tokens"
         if not unbounded and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+    single = isinstance(prompts, str) or (isinstance(prompts, torch.Tensor) and prompts.dim() < 2)
+    if single or (isinstance(prompts, list | tuple) and prompts and isinstance(prompts[0], int)):
+        raise ValueError(f"prompts must be several prompts of token ids (tokenizer(text).input_ids for each text), got one: {prompts!r:.60}")
     _refuse_options("", options)
     if options.get("attention_mask") is not None:
         raise ValueError("attention_mask belongs to one request: give it in its dictionary, beside input_ids")
