@@ -1154,6 +1154,7 @@ def test_progress_bar(target, monkeypatch, sized):
         text = shown(**options)
         assert "generating" in text
         assert ("3/3" if sized else "3text") in text
+        assert text.endswith("\n")
     assert shown(show_progress=False) == ""
 
 
@@ -1192,6 +1193,11 @@ def test_options_of_generate_alone_are_refused_for_one_request(target, name):
     first, failed = many(target, None, [PROMPTS[0], {"input_ids": PROMPTS[1], name: OF_GENERATE[name]}])
     assert new_ids([first]) == [alone(target, PROMPTS[0])]
     assert_refused(failed, f"request 1.*{name}")
+
+
+def test_one_attention_mask_for_all_is_refused_at_once(target):
+    with pytest.raises(ValueError, match="attention_mask belongs to one request"):
+        generate_many(target, None, PROMPTS, attention_mask=torch.ones(1, 3))
 
 
 def test_drafts_that_are_none(target):
