@@ -332,6 +332,18 @@ def test_stop_strings(target, kind, whose):
     assert new_ids(many(target, draft_of(kind, target), requests, **options)) == expected
 
 
+def test_stop_strings_beside_a_criterion(target):
+    options = dict(stop_strings=["zz"], tokenizer=tokenizer_of_pairs(), stopping_criteria=StoppingCriteriaList([StopAt(8)]))
+    expected = [alone(target, prompt, **options) for prompt in PROMPTS[:3]]
+    assert [len(text) for text in expected] == [5, 7, 1]
+    assert new_ids(many(target, None, PROMPTS[:3], **options)) == expected
+
+
+def test_stop_strings_without_a_tokenizer(target):
+    (failed,) = many(target, None, PROMPTS[:1], stop_strings=["zz"])
+    assert_refused(failed, "request 0.*zz.*tokenizer")
+
+
 def test_attention_mask_as_a_list(target):
     """What a tokenizer returns for one text."""
     requests = [{"input_ids": prompt, "attention_mask": [1] * len(prompt)} for prompt in PROMPTS[:3]]
