@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
 
 from hf_dspark.generation.key_values import KeyValuePool, KeyValues
+from hf_dspark.generation.varlen import SlotRows, varlen_attention, varlen_works
 
 __all__ = ["Segment", "packed_forward", "packing_failure"]
 
@@ -55,6 +56,7 @@ class _Group:
     def __init__(self, pool: KeyValuePool, segments: list[Segment], rows: list[slice], num_rows: int, device: torch.device):
         self.pool = pool
         places = [(segment.place.slot, segment.place.length, own) for segment, own in zip(segments, rows)]
+        self.slot_rows = SlotRows(places, len(pool.held), num_rows, device)
         self.fresh = [own for _, length, own in places if length == 0]
         going = sorted((place for place in places if place[1] > 0), key=lambda place: place[0])
         self.longest = max(length + own.stop - own.start for _, length, own in places)
@@ -283,16 +285,19 @@ def _attend(module, query, key, value, attention_mask, scaling=None, dropout=0.0
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise ValueError(f"the attention of {type(module).__name__} is not causal")
     step.windows[module.layer_idx] = sliding_window
-    output = None
+    query_rows = query[0].transpose(0, 1)
+    output = query.new_empty(*query_rows.shape[:2], value.shape[3])  # (rows, heads, head_dim)
     for group in step.groups:
         keys, values = group.write(module.layer_idx, key[0], value[0])
+        if varlen_works(query_rows, keys, values):
+            rows = slice(None) if group.slot_rows.rows is None else group.slot_rows.rows
+            output[rows] = varlen_attention(group.slot_rows, query_rows[rows], keys, values, scaling, sliding_window)
+            continue
         attended = None
         if group.num_going:
             attended = _attend_going(group, query[0], keys, values, scaling, sliding_window)  # (requests, width, heads, head_dim)
             if group.in_order:
                 return attended.flatten(0, 1)[None], None
-        if output is None:
-            output = query.new_empty(query.shape[2], query.shape[1], value.shape[3])  # (rows, heads, head_dim)
         for rows in group.fresh:
             output[rows] = _attend_fresh(query[:, :, rows], key[:, :, rows], value[:, :, rows], scaling, sliding_window)
         if attended is not None:
