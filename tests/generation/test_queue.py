@@ -315,9 +315,9 @@ def test_other_options_of_one_request(target, nothing_warned, name, kind):
     assert texts == [alone(target, PROMPTS[1]), alone(target, PROMPTS[0], **own), alone(target, PROMPTS[2])]
 
 
-@pytest.mark.parametrize("whose", ["all", "own", "config"])
+@pytest.mark.parametrize("whose", ["all", "own", "config", "the target's", "the target's others"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_stop_strings(target, kind, whose):
+def test_stop_strings(target, kind, whose, monkeypatch):
     tokenizer = tokenizer_of_pairs()
     letters = [[tokenizer.convert_ids_to_tokens(token) for token in alone(target, prompt)] for prompt in PROMPTS[:3]]
     # Each begins inside one token and ends inside the next.
@@ -329,6 +329,11 @@ def test_stop_strings(target, kind, whose):
         requests, options = [{"input_ids": prompt, **options} for prompt in requests], {}
     elif whose == "config":
         options = dict(generation_config=GenerationConfig(stop_strings=stops), tokenizer=tokenizer)
+    elif whose == "the target's":
+        monkeypatch.setattr(target.generation_config, "stop_strings", stops)
+        options = dict(tokenizer=tokenizer)
+    elif whose == "the target's others":
+        monkeypatch.setattr(target.generation_config, "stop_strings", ["zz"])
     assert new_ids(many(target, draft_of(kind, target), requests, **options)) == expected
 
 
@@ -340,8 +345,38 @@ def test_stop_strings_beside_a_criterion(target):
 
 
 def test_stop_strings_without_a_tokenizer(target):
-    (failed,) = many(target, None, PROMPTS[:1], stop_strings=["zz"])
+    with pytest.raises(ValueError, match=r"zz.*tokenizer"):
+        many(target, None, PROMPTS[:1], stop_strings=["zz"])
+    (failed,) = many(target, None, [{"input_ids": PROMPTS[0], "stop_strings": ["zz"]}])
     assert_refused(failed, "request 0.*zz.*tokenizer")
+
+
+@pytest.mark.parametrize(
+    "options", [dict(max_new_token=3), dict(num_beams=2), dict(temperature=-1.0, do_sample=True), dict(use_cache=False)], ids=str
+)
+def test_options_that_fit_no_request_are_refused_at_once(target, options):
+    """Before a prompt is read, and by the name of the option."""
+
+    def prompts():
+        raise AssertionError("a prompt was read")
+        yield
+
+    name = "beam" if "num_beams" in options else next(iter(options))
+    with pytest.raises(ValueError, match=name) as raised:
+        generate_many(target, None, prompts(), show_progress=False, **options)
+    assert "request" not in str(raised.value)
+    first, failed, last = many(target, None, [PROMPTS[0], {"input_ids": PROMPTS[1], **options}, PROMPTS[2]])
+    assert_refused(failed, f"^request 1: .*{name}")
+    assert new_ids([first, last]) == [alone(target, PROMPTS[0]), alone(target, PROMPTS[2])]
+
+
+@pytest.mark.parametrize("pad_token_id", [0, 1, None])
+def test_checking_the_options_leaves_no_trace(target, pad_token_id, nothing_warned, monkeypatch):
+    """Neither a warning, nor a random number, nor a change of the target's configuration."""
+    monkeypatch.setattr(target.generation_config, "pad_token_id", pad_token_id)
+    before, state = target.generation_config.to_dict(), torch.get_rng_state()
+    assert many(target, None, [], do_sample=True) == []
+    assert target.generation_config.to_dict() == before and torch.equal(torch.get_rng_state(), state)
 
 
 def test_attention_mask_as_a_list(target):
@@ -978,7 +1013,7 @@ def test_a_request_that_can_never_fit(target, stores):
     requests = [PROMPTS[0], {"input_ids": PROMPTS[1], "max_new_tokens": 50}, PROMPTS[2]]
     first, failed, last = many(target, None, requests, max_cached_tokens=40)
     assert new_ids([first, last]) == [alone(target, PROMPTS[0]), alone(target, PROMPTS[2])]
-    assert_refused(failed, r"request 1 .*\b51\b.*max_cached_tokens=40")
+    assert_refused(failed, r"request 1: .*\b51\b.*max_cached_tokens=40")
     assert_nothing_held(stores)
     # As long as the bound is not beyond it.
     assert len(new_ids(many(target, None, [requests[1]], max_cached_tokens=51))[0]) == 50
@@ -989,7 +1024,7 @@ def test_a_length_criterion_counts_against_max_cached_tokens(target):
     own = {"input_ids": PROMPTS[1], "stopping_criteria": StoppingCriteriaList([MaxLengthCriteria(50)])}
     first, failed, last = many(target, None, [PROMPTS[0], own, PROMPTS[2]], max_cached_tokens=40)
     assert new_ids([first, last]) == [alone(target, PROMPTS[0]), alone(target, PROMPTS[2])]
-    assert_refused(failed, r"request 1 .*\b50\b.*max_cached_tokens=40")
+    assert_refused(failed, r"request 1: .*\b50\b.*max_cached_tokens=40")
 
 
 @pytest.fixture

@@ -75,8 +75,8 @@ def generate_many(
 
     Raises:
         ValueError: one prompt in place of many, max_concurrency or max_cached_tokens below 1, a draft that is none or does not fit
-            the target, an option that has no meaning here (streamer, assistant_model, custom_generate, a cache, an attention_mask
-            for all).
+            the target, options that generate() refuses, or that have no meaning here (streamer, assistant_model, custom_generate, a
+            cache, an attention_mask for all).
     """
     for name, value in (("max_concurrency", max_concurrency), ("max_cached_tokens", max_cached_tokens)):
         unbounded = value is None and name == "max_cached_tokens"
@@ -85,7 +85,7 @@ def generate_many(
     single = isinstance(prompts, str) or (isinstance(prompts, torch.Tensor) and prompts.dim() < 2)
     if single or (isinstance(prompts, list | tuple) and prompts and isinstance(prompts[0], int)):
         raise ValueError(f"prompts must be several prompts of token ids (tokenizer(text).input_ids for each text), got one: {prompts!r:.60}")
-    _refuse_options("", options)
+    _refuse_options(options)
     if options.get("attention_mask") is not None:
         raise ValueError("attention_mask belongs to one request: give it in its dictionary, beside input_ids")
     if draft is not None:
@@ -94,7 +94,9 @@ def generate_many(
         draft = found.bind(target)
     if generation_config is not None:
         options["generation_config"] = generation_config
-    return _Queue(target, draft, prompts, max_concurrency, max_cached_tokens, on_tokens, options).run(ordered, show_progress)
+    queue = _Queue(target, draft, prompts, max_concurrency, max_cached_tokens, on_tokens, options)
+    queue.check_options()
+    return queue.run(ordered, show_progress)
 
 
 class _Queue:
@@ -186,24 +188,44 @@ class _Queue:
         try:
             return index, self._request(index, prompt)
         except Exception as error:
+            if isinstance(error, ValueError):
+                error = ValueError(f"request {index}: {error}").with_traceback(error.__traceback__)
             self.finished.append(Completion(index, error=error))
             return None
 
     def _request(self, index: int, prompt) -> Request:
         own = dict(prompt) if isinstance(prompt, Mapping) else {"input_ids": prompt}
-        _refuse_options(f"request {index}: ", own)
-        seed, input_ids = own.pop("seed", None), _checked_ids(index, own.pop("input_ids", None), self.target)
+        _refuse_options(own)
+        seed, input_ids = own.pop("seed", None), _checked_ids(own.pop("input_ids", None), self.target)
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-            raise ValueError(f"request {index}: seed must be a whole number, got {seed!r}")
+            raise ValueError(f"seed must be a whole number, got {seed!r}")
         if own.get("attention_mask") is not None:
-            own["attention_mask"] = _checked_mask(index, own["attention_mask"], input_ids)
+            own["attention_mask"] = _checked_mask(own["attention_mask"], input_ids)
 
         def prepared(target, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
             """Called by generate() after its usual preparation, in place of a loop."""
             return self._prepared_request(index, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, seed)
 
-        options = _with_stop_strings(index, {**self._shared_options(), **own})
+        options = _with_stop_strings(self.target, {**self._shared_options(), **own})
         return self.target.generate(input_ids=input_ids, **options, custom_generate=prepared)
+
+    def check_options(self) -> None:
+        """Raises for the whole queue what transformers or this library would raise for the options of each request."""
+        pad_token_id = self.options.get("pad_token_id", self.target.generation_config.pad_token_id)
+        probe = torch.tensor([[1 if pad_token_id == 0 else 0]], device=self.target.device)
+
+        def prepared(target, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+            self._refuse_modes(generation_config, model_kwargs)
+
+        options = _with_stop_strings(self.target, self._shared_options())
+        self.target.generate(input_ids=probe, attention_mask=torch.ones_like(probe), **options, custom_generate=prepared)
+
+    def _refuse_modes(self, generation_config: GenerationConfig, model_kwargs: dict) -> None:
+        _refuse_modes(generation_config)
+        if model_kwargs.get("cache") is None:
+            raise ValueError("generate_many needs a cache; leave use_cache out")
+        if self.draft is not None:
+            refuse_unsupported(self.target, self.draft, generation_config, {})
 
     def _shared_options(self) -> dict:
         """The options for all requests, with processors and criteria that keep nothing of another's text."""
@@ -215,15 +237,11 @@ class _Queue:
         return options
 
     def _prepared_request(self, index, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs, seed) -> Request:
-        _refuse_modes(index, generation_config)
-        if model_kwargs.get("cache") is None:
-            raise ValueError(f"request {index}: generate_many needs a cache; leave use_cache out")
-        if self.draft is not None:
-            refuse_unsupported(self.target, self.draft, generation_config, {})
+        self._refuse_modes(generation_config, model_kwargs)
         limit = length_limit(generation_config, stopping_criteria)
         if self.max_cached_tokens is not None and limit > self.max_cached_tokens:
             raise ValueError(
-                f"request {index} may grow to {limit} tokens, more than max_cached_tokens={self.max_cached_tokens}; lower its "
+                f"the text may grow to {limit} tokens, more than max_cached_tokens={self.max_cached_tokens}; lower its "
                 "max_new_tokens or raise the bound"
             )
         generator = None if self.draft is None else DSparkCandidateGenerator(self.draft, self.target, generation_config, logits_processor)
@@ -265,7 +283,7 @@ def _completion(index: int, request: Request) -> Completion:
         request.release()
 
 
-def _refuse_options(who: str, options: Mapping) -> None:
+def _refuse_options(options: Mapping) -> None:
     for name, instead in (
         ("streamer", "use on_tokens"),
         ("assistant_model", "give the draft as the argument draft"),
@@ -274,71 +292,73 @@ def _refuse_options(who: str, options: Mapping) -> None:
         ("past_key_values", "every text starts anew, with a cache of its own"),
     ):
         if options.get(name) is not None:
-            raise ValueError(f"{who}{name} is not an option of generate_many; {instead}")
+            raise ValueError(f"{name} is not an option of generate_many; {instead}")
     if options.get("cache_implementation") == "paged":
-        raise ValueError(f"{who}cache_implementation='paged' is transformers' own way of decoding many; leave it out")
+        raise ValueError("cache_implementation='paged' is transformers' own way of decoding many; leave it out")
 
 
-def _with_stop_strings(index: int, options: dict) -> dict:
+def _with_stop_strings(target: PreTrainedModel, options: dict) -> dict:
     """generate() loses the tokenizer on the way to a loop of one's own, so its criterion is made here."""
-    tokenizer, config = options.pop("tokenizer", None), options.get("generation_config")
-    stop_strings = options.pop("stop_strings", None) or (config.stop_strings if config is not None else None)
+    tokenizer, config, default = options.pop("tokenizer", None), options.get("generation_config"), target.generation_config.stop_strings
+    stop_strings = options.pop("stop_strings", None) or (config.stop_strings if config is not None else None) or default
     if not stop_strings:
         return options
     if tokenizer is None:
-        raise ValueError(f"request {index}: stop_strings={stop_strings!r} needs the option tokenizer as well")
+        raise ValueError(f"stop_strings={stop_strings!r} needs the option tokenizer as well")
     if config is not None:
         options["generation_config"] = copy.deepcopy(config)
         options["generation_config"].stop_strings = None
+    if default:
+        options["stop_strings"] = None  # the target's own would be filled in again
     criteria = StoppingCriteriaList([*(options.get("stopping_criteria") or []), StopStringCriteria(tokenizer, stop_strings)])
     return {**options, "stopping_criteria": criteria}
 
 
-def _refuse_modes(index: int, generation_config: GenerationConfig) -> None:
+def _refuse_modes(generation_config: GenerationConfig) -> None:
     """What a loop of one token after the other would silently leave out."""
     if (value := generation_config.num_return_sequences) not in (None, 1):
-        raise ValueError(f"request {index}: num_return_sequences={value} is not an option of generate_many; repeat the prompt instead")
+        raise ValueError(f"num_return_sequences={value} is not an option of generate_many; repeat the prompt instead")
     mode = generation_config.get_generation_mode()
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE) or generation_config.dola_layers is not None:
-        raise ValueError(f"request {index}: generate_many decodes greedily or samples, its options ask for {mode.value}; use generate()")
+        raise ValueError(f"generate_many decodes greedily or samples, its options ask for {mode.value}; use generate()")
     if generation_config.return_dict_in_generate:
         for name in ("output_hidden_states", "output_attentions"):
             if getattr(generation_config, name):
-                raise ValueError(f"request {index}: {name}=True is not supported by generate_many; output_scores and output_logits are")
+                raise ValueError(f"{name}=True is not supported by generate_many; output_scores and output_logits are")
 
 
-def _checked_mask(index: int, mask, input_ids: torch.Tensor) -> torch.Tensor:
+def _checked_mask(mask, input_ids: torch.Tensor) -> torch.Tensor:
     """`mask` as (1, tokens). Raises ValueError: of another length than the ids, all zeros, or padded on the right."""
     mask = torch.as_tensor(mask, device=input_ids.device)
     mask = mask[None] if mask.dim() == 1 else mask
     if mask.shape != input_ids.shape:
-        raise ValueError(f"request {index}: attention_mask has the shape {tuple(mask.shape)}, its input_ids {tuple(input_ids.shape)}")
+        raise ValueError(f"attention_mask has the shape {tuple(mask.shape)}, its input_ids {tuple(input_ids.shape)}")
     if not mask.any():
-        raise ValueError(f"request {index}: the prompt is empty: its attention_mask has no 1")
+        raise ValueError("the prompt is empty: its attention_mask has no 1")
     if not mask[0, -1]:
-        raise ValueError(f"request {index}: the prompt is padded on the right; a text is continued from its last token: use padding_side='left'")
+        raise ValueError("the prompt is padded on the right; a text is continued from its last token: use padding_side='left'")
     return mask
 
 
-def _checked_ids(index: int, ids, target: PreTrainedModel) -> torch.Tensor:
+def _checked_ids(ids, target: PreTrainedModel) -> torch.Tensor:
     """`ids` as (1, tokens) long on the target's device.
 
     Raises:
-        ValueError: no ids, none of the target's vocabulary, or too many for its context; the message has the request's index.
+        ValueError: no ids, none of the target's vocabulary, or too many for its context.
     """
     try:
         ids = torch.as_tensor(ids)
     except Exception as error:
-        raise ValueError(f"request {index}: input_ids must be token ids, got {type(ids).__name__}") from error
+        raise ValueError(f"input_ids must be token ids, got {type(ids).__name__}") from error
     ids = ids[None] if ids.dim() == 1 else ids
     if ids.dim() != 2 or ids.shape[0] != 1 or (ids.is_floating_point() and ids.shape[1]):
-        raise ValueError(f"request {index}: input_ids must be whole numbers of shape (tokens,) or (1, tokens), got {ids.dtype} {tuple(ids.shape)}")
+        raise ValueError(f"input_ids must be whole numbers of shape (tokens,) or (1, tokens), got {ids.dtype} {tuple(ids.shape)}")
     if ids.shape[1] == 0:
-        raise ValueError(f"request {index}: the prompt is empty; give it at least one token, for example the bos token")
+        raise ValueError("the prompt is empty; give it at least one token, for example the bos token")
     config = target.config.get_text_config()
     if ids.min() < 0 or ids.max() >= config.vocab_size:
-        raise ValueError(f"request {index}: token ids must lie below {config.vocab_size}, got {ids.min().item()} to {ids.max().item()}")
+        raise ValueError(f"token ids must lie below {config.vocab_size}, got {ids.min().item()} to {ids.max().item()}")
     context = getattr(config, "max_position_embeddings", None)
     if context is not None and ids.shape[1] >= context:
-        raise ValueError(f"request {index}: the prompt has {ids.shape[1]} tokens, the context of {type(target).__name__} holds {context}")
+        raise ValueError(f"the prompt has {ids.shape[1]} tokens, the context of {type(target).__name__} holds {context}")
     return ids.to(target.device).long()
