@@ -63,6 +63,16 @@ def test_evaluate(draft, tmp_path, capsys):
     assert re.search(r"^greedy +\d\.\d\d", capsys.readouterr().out, flags=re.M)
 
 
+def test_evaluate_on_prompts_of_a_file(draft, tmp_path, capsys):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "def f("}\n{"turns": ["import os", "more"]}\n{"prompt": "class A"}\n')
+    flags = ["--prompts", str(tmp_path / "prompts.jsonl"), "--max-new-tokens", "8", "--json", str(tmp_path / "figures.json")]
+    assert main(["evaluate", *draft, *flags]) == 0
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["greedy"]["completions"] == figures["sampled"]["completions"] == 3
+    assert figures["options"]["prompts"] == flags[1] and "held_out_modules" not in figures["options"]
+    assert "3 prompts of" in capsys.readouterr().out
+
+
 def test_generate_streams_the_text_and_prints_numbers_apart(draft, capsys):
     assert main(["generate", *draft, "--prompt", "def add1(a", "--max-new-tokens", "12"]) == 0
     streams = capsys.readouterr()
@@ -116,7 +126,7 @@ def test_verify_in_half_precision_says_what_it_allows(draft, capsys):
         (["pretrain", "nowhere.yaml"], "there is no recipe nowhere.yaml"),
         (["pretrain", "typo/stdlib_target.yaml"], "there is no recipe typo/stdlib_target.yaml"),
         (["evaluate", "--json", "/nowhere/x.json"], "there is no folder /nowhere"),
-        (["evaluate", "--prompt-tokens", "2000"], "do not fit into the target's context of 1024"),
+        (["evaluate", "--prompt-tokens", "2000"], "a prompt of 2001 tokens and max_new_tokens=128 do not fit into the target's context of 1024"),
         (["pretrain", "recipes/stdlib_target.yaml", "--hiden-size", "3"], "did you mean hidden_size"),
         (["quickstart", "--pair", "/nowhere"], "/nowhere/draft: there is no such folder"),
     ],

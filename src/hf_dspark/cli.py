@@ -47,17 +47,23 @@ def _quickstart(arguments) -> int:
 
 
 def _evaluate(arguments) -> int:
-    from hf_dspark.evaluation.acceptance import evaluate_pair, render_evaluation
+    from hf_dspark.evaluation.acceptance import evaluate_pair, held_out_prompts, render_evaluation
     from hf_dspark.evaluation.output import write_json
+    from hf_dspark.evaluation.pairs import encode, read_prompts
 
+    texts = read_prompts(arguments.prompts) if arguments.prompts else None
     pair = _load(arguments)
-    num_modules, prompt_tokens, max_new_tokens = arguments.held_out_modules, arguments.prompt_tokens, arguments.max_new_tokens
-    summaries = evaluate_pair(pair, num_modules, prompt_tokens, max_new_tokens, arguments.temperature, arguments.seed)
-    print(pair.description)
-    print(f"{num_modules} held-out modules of Python's standard library, {prompt_tokens} prompt tokens, up to {max_new_tokens} new tokens\n")
+    if texts is None:
+        prompts, chosen = held_out_prompts(pair, arguments.held_out_modules, arguments.prompt_tokens), ("held_out_modules", "prompt_tokens")
+        words = f"{len(prompts)} held-out modules of Python's standard library, {arguments.prompt_tokens} prompt tokens"
+    else:
+        prompts, chosen = [encode(pair, text, arguments.raw) for text in texts], ("prompts", "raw")
+        words = f"{len(prompts)} prompts of {arguments.prompts}"
+    print(f"{pair.description}\n{words}, up to {arguments.max_new_tokens} new tokens\n")
+    summaries = evaluate_pair(pair, prompts, arguments.max_new_tokens, arguments.temperature, arguments.seed)
     print(render_evaluation(summaries, arguments.temperature))
     if arguments.json:
-        options = {name: getattr(arguments, name) for name in ("held_out_modules", "prompt_tokens", "max_new_tokens", "temperature", "seed")}
+        options = {name: getattr(arguments, name) for name in (*chosen, "max_new_tokens", "temperature", "seed")}
         write_json(arguments.json, {**_names(pair), "options": {"command": arguments.command_line, **options}, **summaries})
     return 0
 
@@ -275,8 +281,13 @@ def _add_verify(commands) -> None:
 
 
 def _add_evaluate(commands) -> None:
-    parser = _add_command(commands, "evaluate", _evaluate, "measure how much of a draft is accepted on held-out modules of Python's standard library")
+    summary = "measure how much of a draft is accepted, on your prompts or on held-out modules of Python's standard library"
+    parser = _add_command(commands, "evaluate", _evaluate, summary)
     _add_pair(parser, "float32")
+    parser.add_argument(
+        "--prompts", metavar="FILE.jsonl", help='a prompt a line: {"turns": ["..."]} or {"prompt": "..."} (default: held-out modules)'
+    )
+    parser.add_argument("--raw", action="store_true", help="prompts as they are, without the chat template")
     parser.add_argument("--held-out-modules", type=int, default=64, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="of each module, after the bos token (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")

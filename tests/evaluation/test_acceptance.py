@@ -26,9 +26,10 @@ def test_prompts_are_the_beginnings_of_modules_after_bos(pair):
 
 def test_both_ways_of_decoding_are_summarised(pair):
     state = torch.get_rng_state()
-    summaries = evaluate_pair(pair, num_modules=3, prompt_tokens=8, max_new_tokens=10)
+    prompts = held_out_prompts(pair, 3, 8)
+    summaries = evaluate_pair(pair, prompts, max_new_tokens=10)
     assert torch.equal(torch.get_rng_state(), state)
-    assert summaries == evaluate_pair(pair, num_modules=3, prompt_tokens=8, max_new_tokens=10)
+    assert summaries == evaluate_pair(pair, prompts, max_new_tokens=10)
     for summary in summaries.values():
         assert summary["completions"] == 3 and 1 <= summary["tokens_per_round"] <= 5 and summary["new_tokens_mean"] <= 10
     rendered = render_evaluation(summaries, 1.0)
@@ -48,10 +49,13 @@ def test_a_mean_over_texts_leaves_out_loops_and_texts_without_a_round():
 
 
 def test_options_outside_their_range_are_named(pair):
+    prompts = held_out_prompts(pair, 1, 8)
     with pytest.raises(ValueError, match="temperature must be positive, got 0"):
-        evaluate_pair(pair, 1, 8, 8, temperature=0.0)
+        evaluate_pair(pair, prompts, 8, temperature=0.0)
     with pytest.raises(ValueError, match=r"max_new_tokens must be at least 2 .*got 1"):
-        evaluate_pair(pair, 1, 8, 1)
+        evaluate_pair(pair, prompts, 1)
+    with pytest.raises(ValueError, match="a prompt of 9 tokens and max_new_tokens=2000 do not fit into the target's context of 1024"):
+        evaluate_pair(pair, prompts, 2000)
 
 
 def test_a_table_of_acceptance_is_aligned():

@@ -4,9 +4,11 @@ import json
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers.utils import logging
 
 from evaluation.tiny_pair import HELD_OUT
+from hf_dspark import DSparkDraftModel
 from hf_dspark.evaluation.pairs import bundled_pair, encode, held_out_texts, load_pair, read_prompts
 
 
@@ -24,6 +26,21 @@ def test_the_target_is_the_one_the_draft_names(pair, pair_folder):
 def test_a_target_given_by_the_user_wins_and_dtype_is_of_both(pair_folder):
     pair = load_pair(str(pair_folder / "draft"), str(pair_folder / "target"), dtype="bfloat16", device="cpu")
     assert pair.target.dtype == pair.draft.dtype == torch.bfloat16
+
+
+@torch.no_grad()
+def test_an_adapter_is_merged_into_its_draft(pair_folder, tmp_path):
+    adapted = get_peft_model(DSparkDraftModel.from_pretrained(pair_folder / "draft", dtype=torch.float32), LoraConfig(r=2, target_modules=["o_proj"]))
+    adapted.base_model.model.layers[0].self_attn.o_proj.lora_B["default"].weight.normal_()
+    adapted.save_pretrained(tmp_path / "adapter")
+    names = str(tmp_path / "adapter"), str(pair_folder / "target")
+    with pytest.raises(ValueError, match=r"adapter does not name the target .*--target"):
+        load_pair(names[0])
+    merged = load_pair(*names, device="cpu").draft
+    assert type(merged) is DSparkDraftModel and merged.dtype == torch.float32
+    expected = adapted.merge_and_unload().state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in merged.state_dict().items())
+    assert load_pair(*names, dtype="bfloat16", device="cpu").draft.dtype == torch.bfloat16
 
 
 def test_progress_bars_are_as_before(pair_folder):

@@ -68,28 +68,23 @@ def accepted_on(pair: Pair, prompts: list[torch.Tensor], label: str, **options) 
     return acceptance
 
 
-def evaluate_pair(
-    pair: Pair, num_modules: int = 64, prompt_tokens: int = 64, max_new_tokens: int = 128, temperature: float = 1.0, seed: int = 0
-) -> dict[str, dict]:
-    """tau on held-out modules, in greedy decoding and sampled from the target's whole law at `temperature`.
+def evaluate_pair(pair: Pair, prompts: list[torch.Tensor], max_new_tokens: int = 128, temperature: float = 1.0, seed: int = 0) -> dict[str, dict]:
+    """tau on `prompts`, each (1, tokens) long, in greedy decoding and sampled from the target's whole law at `temperature`.
 
     Returns:
         One [`Acceptance`] summary for "greedy" and one for "sampled". tau counts every token a round yields, the target's own
-        included (paper, eq. 1), and is the mean over modules.
+        included (paper, eq. 1), and is the mean over prompts.
 
     Raises:
-        ValueError: an option outside its range, or fewer held-out modules than asked for.
+        ValueError: an option outside its range, or a prompt and its budget that the target's context can't hold.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature} (greedy decoding is measured anyway)")
     if max_new_tokens < 2:
         raise ValueError(f"max_new_tokens must be at least 2 (the first token is no round), got {max_new_tokens}")
-    context = pair.target.config.get_text_config().max_position_embeddings
-    if 1 + prompt_tokens + max_new_tokens > context:
-        raise ValueError(
-            f"prompt_tokens={prompt_tokens} and max_new_tokens={max_new_tokens} do not fit into the target's context of {context} tokens"
-        )
-    prompts = held_out_prompts(pair, num_modules, prompt_tokens)
+    context, longest = pair.target.config.get_text_config().max_position_embeddings, max(prompt.shape[1] for prompt in prompts)
+    if longest + max_new_tokens > context:
+        raise ValueError(f"a prompt of {longest} tokens and max_new_tokens={max_new_tokens} do not fit into the target's context of {context} tokens")
     greedy = accepted_on(pair, prompts, "greedy", max_new_tokens=max_new_tokens, do_sample=False)
     with seeded(seed, pair.target.device):
         sampling = dict(do_sample=True, temperature=temperature, top_k=0, top_p=1.0)

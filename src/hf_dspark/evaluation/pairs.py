@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from peft import PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
+from transformers.utils.peft_utils import find_adapter_config_file
 
 import hf_dspark.pair
 from hf_dspark.modeling import DSparkDraftModel
@@ -51,7 +53,7 @@ def load_pair(draft: str | None = None, target: str | None = None, dtype: str = 
     """Loads a draft and its target, both from a folder or a hub id.
 
     Args:
-        draft: None: the bundled pair's.
+        draft: a draft, or a PEFT adapter of one, which is merged. None: the bundled pair's.
         target: None: the one that the draft's config names (`base_model_name_or_path`); the bundled one for the bundled draft.
         dtype: of both models, one of `DTYPES`; "auto": as each was saved.
         device: None: the first GPU where there is one, else the CPU.
@@ -77,15 +79,28 @@ def load_pair(draft: str | None = None, target: str | None = None, dtype: str = 
             raise FileNotFoundError(f"{name} {value}: there is no such folder")
     device = _usable(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     with _without_loading_bars():
-        draft_model = DSparkDraftModel.from_pretrained(draft, dtype=dtype)
-        target = target or draft_model.config.base_model_name_or_path
+        draft_model, named_target = _load_draft(draft, dtype)
+        target = target or named_target
         if not target:
-            raise ValueError(f"the config of {draft} does not name the target it was trained for (base_model_name_or_path); name it with --target")
+            raise ValueError(f"{draft} does not name the target it was trained for (base_model_name_or_path of its config); name it with --target")
         target_model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
         tokenizer = AutoTokenizer.from_pretrained(target)
     target_model.to(device).eval()
     draft_model.to(device).eval().bind(target_model)
     return Pair(target_model, draft_model, tokenizer, str(target), str(draft))
+
+
+def _load_draft(name: str, dtype: str) -> tuple[DSparkDraftModel, str | None]:
+    """A draft, or that which an adapter was trained over with the adapter merged into it; and the target that its config names."""
+    if find_adapter_config_file(name) is None:
+        draft = DSparkDraftModel.from_pretrained(name, dtype=dtype)
+        return draft, draft.config.base_model_name_or_path
+    base = PeftConfig.from_pretrained(name).base_model_name_or_path
+    if not base:
+        raise ValueError(f"{name} holds an adapter that does not name the draft it was trained over (base_model_name_or_path)")
+    adapted = PeftModel.from_pretrained(DSparkDraftModel.from_pretrained(base, dtype="float32"), name)
+    # The draft's own target need not be the adapter's.
+    return adapted.merge_and_unload().to(torch.float32 if dtype == "auto" else getattr(torch, dtype)), None
 
 
 def encode(pair: Pair, text: str, raw: bool = False) -> torch.Tensor:
