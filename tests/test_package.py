@@ -133,13 +133,14 @@ def test_every_recipe_opens_with_its_command_and_parses_into_typed_options(path)
     header = [line for line in text.splitlines() if line.startswith("#")]
     assert text.startswith("#") and len(text.splitlines()) <= 40
     [command] = re.findall(rf"hf-dspark (\w+) recipes/{path.name}", "\n".join(header))
-    options = read_recipe(commands[command], str(path))
+    # transformers refuses bf16 where there is no GPU, unless the CPU is asked for.
+    options = read_recipe(commands[command], str(path), [] if command == "regenerate" else ["--use_cpu", "true"])
     for name, value in yaml.safe_load(text).items():
         read = getattr(options, name)
         if isinstance(value, int | float | bool):
             # YAML reads 6e-4 as text, and a dataclass would keep it as text.
             assert read == value and type(read) in (type(value), float), f"{name}: {value!r} was read as {read!r}"
-        elif name != "output_dir":
+        elif name not in ("output_dir", "fsdp_config"):
             assert str(getattr(read, "value", read)) == str(value), f"{name}: {value!r} was read as {read!r}"
 
 

@@ -8,7 +8,7 @@ import hashlib
 import sysconfig
 from pathlib import Path
 
-__all__ = ["held_out_split", "stdlib_modules", "train_tokenizer"]
+__all__ = ["held_out_split", "source_modules", "stdlib_modules", "train_tokenizer"]
 
 _EXCLUDED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "pydoc_data", "encodings", "__pycache__"}
 _SHINGLE_LINES = 5
@@ -16,8 +16,12 @@ SPECIAL_TOKENS = ["<|pad|>", "<|bos|>", "<|eos|>", "<|mask|>"]
 
 
 def stdlib_modules() -> dict[str, str]:
-    """Source text by module path, without tests, tables (encodings, pydoc_data) and near-duplicates, in path order."""
-    root = Path(sysconfig.get_paths()["stdlib"])
+    """The standard library's modules, see `source_modules`."""
+    return source_modules(Path(sysconfig.get_paths()["stdlib"]))
+
+
+def source_modules(root: Path) -> dict[str, str]:
+    """Source text by module path below `root`, without tests, tables (encodings, pydoc_data) and near-duplicates, in path order."""
     modules, seen = {}, set()
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)

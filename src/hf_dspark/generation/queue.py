@@ -354,7 +354,7 @@ def _checked_ids(ids, target: PreTrainedModel) -> torch.Tensor:
     if ids.dim() != 2 or ids.shape[0] != 1 or (ids.is_floating_point() and ids.shape[1]):
         raise ValueError(f"input_ids must be whole numbers of shape (tokens,) or (1, tokens), got {ids.dtype} {tuple(ids.shape)}")
     if ids.shape[1] == 0:
-        raise ValueError("the prompt is empty; give it at least one token, for example the bos token")
+        raise ValueError(f"the prompt is empty (input_ids of shape {tuple(ids.shape)}); give it at least one token, for example the bos token")
     config = target.config.get_text_config()
     if ids.min() < 0 or ids.max() >= config.vocab_size:
         raise ValueError(f"token ids must lie below {config.vocab_size}, got {ids.min().item()} to {ids.max().item()}")
