@@ -370,6 +370,48 @@ def test_options_that_fit_no_request_are_refused_at_once(target, options):
     assert new_ids([first, last]) == [alone(target, PROMPTS[0]), alone(target, PROMPTS[2])]
 
 
+NO_PROMPTS = {
+    "one text": ("def f():", "got one"),
+    "texts": (["def f():"], "got texts such as 'def f.*tokenizer"),
+    "one prompt": ([1, 2], "got one"),
+    "a row of numbers": (np.array([1, 2]), "got one"),
+    "what a tokenizer returns": ({"input_ids": [[1, 2]], "attention_mask": [[1, 1]]}, r"one dictionary of \['attention_mask', 'input_ids'\]"),
+    "nothing": (None, "got None"),
+    "a number": (3, "got 3"),
+}
+
+
+@pytest.mark.parametrize("prompts, message", NO_PROMPTS.values(), ids=NO_PROMPTS)
+def test_what_is_no_list_of_prompts_is_refused_at_once(target, prompts, message):
+    with pytest.raises(ValueError, match=message):
+        generate_many(target, None, prompts, show_progress=False)
+
+
+@pytest.mark.parametrize("name, value", [("seed", 3), ("input_ids", [[1]]), ("attention_mask", [[1]]), ("synced_gpus", True)])
+def test_options_of_one_request_are_not_those_of_all(target, name, value):
+    with pytest.raises(ValueError, match=f"^{name} "):
+        generate_many(target, None, PROMPTS, show_progress=False, **{name: value})
+
+
+def test_a_target_that_is_no_model(target):
+    with pytest.raises(ValueError, match="target must be a model, got str"):
+        generate_many("gpt2", None, PROMPTS)
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.uint8])
+def test_ids_of_any_integer_type(target, dtype):
+    """As files of tokens have them."""
+    assert new_ids(many(target, None, [np.array(prompt, dtype=dtype) for prompt in PROMPTS[:2]])) == [alone(target, p) for p in PROMPTS[:2]]
+    assert_refused(many(target, None, [torch.tensor([True, False])])[0], "request 0: input_ids must be whole numbers")
+
+
+@pytest.mark.parametrize("options", [dict(max_new_tokens="5"), dict(eos_token_id="a")], ids=str)
+def test_an_option_of_the_wrong_type_names_its_request(target, options):
+    first, failed = many(target, None, [PROMPTS[0], {"input_ids": PROMPTS[1], **options}])
+    assert_refused(failed, "^request 1: ")
+    assert new_ids([first]) == [alone(target, PROMPTS[0])]
+
+
 @pytest.mark.parametrize("pad_token_id", [0, 1, None])
 def test_checking_the_options_leaves_no_trace(target, pad_token_id, nothing_warned, monkeypatch):
     """Neither a warning, nor a random number, nor a change of the target's configuration."""

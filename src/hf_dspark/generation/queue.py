@@ -82,12 +82,13 @@ def generate_many(
         unbounded = value is None and name == "max_cached_tokens"
         if not unbounded and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
-    single = isinstance(prompts, str) or (isinstance(prompts, torch.Tensor) and prompts.dim() < 2)
-    if single or (isinstance(prompts, list | tuple) and prompts and isinstance(prompts[0], int)):
-        raise ValueError(f"prompts must be several prompts of token ids (tokenizer(text).input_ids for each text), got one: {prompts!r:.60}")
+    _check_prompts(prompts)
+    if not hasattr(target, "generate"):
+        raise ValueError(f"target must be a model, got {type(target).__name__}")
     _refuse_options(options)
-    if options.get("attention_mask") is not None:
-        raise ValueError("attention_mask belongs to one request: give it in its dictionary, beside input_ids")
+    for name in ("input_ids", "attention_mask", "seed"):
+        if options.get(name) is not None:
+            raise ValueError(f"{name} belongs to one request: give it in its dictionary, an entry of prompts")
     if draft is not None:
         if (found := as_draft(draft)) is None:
             raise ValueError(f"draft must be a DSparkDraftModel or None, got {type(draft).__name__}")
@@ -188,7 +189,7 @@ class _Queue:
         try:
             return index, self._request(index, prompt)
         except Exception as error:
-            if isinstance(error, ValueError):
+            if isinstance(error, ValueError | TypeError):  # what transformers raises for an option of the wrong type
                 error = ValueError(f"request {index}: {error}").with_traceback(error.__traceback__)
             self.finished.append(Completion(index, error=error))
             return None
@@ -283,11 +284,25 @@ def _completion(index: int, request: Request) -> Completion:
         request.release()
 
 
+def _check_prompts(prompts) -> None:
+    """Raises ValueError for one prompt in place of many, texts, and what is no iterable."""
+    is_list = isinstance(prompts, list | tuple) and len(prompts) > 0
+    if isinstance(prompts, str) or getattr(prompts, "ndim", 2) < 2 or (is_list and isinstance(prompts[0], int)):
+        raise ValueError(f"prompts must be several prompts of token ids (tokenizer(text).input_ids for each text), got one: {prompts!r:.60}")
+    if isinstance(prompts, Mapping):
+        raise ValueError(f"prompts must be an iterable of prompts, got one dictionary of {sorted(prompts)}: give its input_ids")
+    if is_list and isinstance(prompts[0], str):
+        raise ValueError(f"prompts must be token ids, got texts such as {prompts[0]!r:.60}: give tokenizer(texts).input_ids")
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts must be an iterable of prompts, got {prompts!r:.60}")
+
+
 def _refuse_options(options: Mapping) -> None:
     for name, instead in (
         ("streamer", "use on_tokens"),
         ("assistant_model", "give the draft as the argument draft"),
         ("custom_generate", "use generate()"),
+        ("synced_gpus", "each process has its own queue"),
         ("cache", "every text starts anew, with a cache of its own"),
         ("past_key_values", "every text starts anew, with a cache of its own"),
     ):
@@ -349,16 +364,18 @@ def _checked_ids(ids, target: PreTrainedModel) -> torch.Tensor:
     try:
         ids = torch.as_tensor(ids)
     except Exception as error:
-        raise ValueError(f"input_ids must be token ids, got {type(ids).__name__}") from error
+        advice = "; give tokenizer(text).input_ids" if isinstance(ids, str) else ""
+        raise ValueError(f"input_ids must be token ids, got {type(ids).__name__}{advice}") from error
     ids = ids[None] if ids.dim() == 1 else ids
-    if ids.dim() != 2 or ids.shape[0] != 1 or (ids.is_floating_point() and ids.shape[1]):
+    no_ids = ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool
+    if ids.dim() != 2 or ids.shape[0] != 1 or (no_ids and ids.shape[1]):
         raise ValueError(f"input_ids must be whole numbers of shape (tokens,) or (1, tokens), got {ids.dtype} {tuple(ids.shape)}")
     if ids.shape[1] == 0:
         raise ValueError(f"the prompt is empty (input_ids of shape {tuple(ids.shape)}); give it at least one token, for example the bos token")
-    config = target.config.get_text_config()
+    ids, config = ids.long(), target.config.get_text_config()  # reductions know few of the integer types
     if ids.min() < 0 or ids.max() >= config.vocab_size:
         raise ValueError(f"token ids must lie below {config.vocab_size}, got {ids.min().item()} to {ids.max().item()}")
     context = getattr(config, "max_position_embeddings", None)
     if context is not None and ids.shape[1] >= context:
         raise ValueError(f"the prompt has {ids.shape[1]} tokens, the context of {type(target).__name__} holds {context}")
-    return ids.to(target.device).long()
+    return ids.to(target.device)
