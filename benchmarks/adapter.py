@@ -12,6 +12,7 @@ Recovered is the share of the first difference that the adapter brings back. --w
 import argparse
 import importlib.util
 import json
+import math
 import sys
 import tempfile
 from pathlib import Path
@@ -138,10 +139,11 @@ def measured(draft: str, target: str, texts: list[str], arguments) -> dict:
 
 
 def recovered(figures: dict[str, dict]) -> dict[str, dict[str, float]]:
-    """Of every pair after the second: the share of the tau lost by fine-tuning that it has back."""
+    """Of every pair after the second: the share of the tau lost by fine-tuning that it has back; nan where none was lost."""
     own, lost, *rest = figures
     tau = {name: {way: summaries[way]["tokens_per_round"] for way in WAYS} for name, summaries in figures.items()}
-    return {name: {way: (tau[name][way] - tau[lost][way]) / (tau[own][way] - tau[lost][way]) for way in WAYS} for name in rest}
+    lack = {way: tau[own][way] - tau[lost][way] for way in WAYS}
+    return {name: {way: (tau[name][way] - tau[lost][way]) / lack[way] if lack[way] > 0 else math.nan for way in WAYS} for name in rest}
 
 
 def render(figures: dict[str, dict]) -> str:

@@ -7,8 +7,10 @@ Axis words: `batch`; `context` tokens the target has processed; `rows` block pos
 import shutil
 import tempfile
 import weakref
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -173,11 +175,12 @@ class DSparkDraftModel(PreTrainedModel):
 
     def forward(
         self,
-        block_ids: torch.Tensor,
-        context_features: torch.Tensor,
-        position_ids: torch.Tensor,
+        block_ids: torch.Tensor | None = None,
+        context_features: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         cache: ContextCache | PackedContext | None = None,
+        within: Callable[["DSparkDraftModel"], Any] | None = None,
     ) -> torch.Tensor:
         """The parallel stage over `rows` block positions.
 
@@ -188,6 +191,8 @@ class DSparkDraftModel(PreTrainedModel):
             attention_mask: what the attention implementation takes, over (rows, context + rows); None: everything is seen.
             cache: the draft's keys and values; new ones are written behind it, `cache.advance(new)` keeps the context's. A
                 [`PackedContext`] holds those of several requests, whose blocks (and contexts) follow one another in one row.
+            within: called with this draft, in place of all that; its result is returned. Training computes a whole loss so: where parameters
+                are sharded, they are whole inside a forward alone.
 
         Returns:
             h (batch, rows, hidden) after the final norm, which feeds the output head and the heads of the sequential stage.
@@ -195,11 +200,19 @@ class DSparkDraftModel(PreTrainedModel):
         Raises:
             ValueError: the draft is not bound to a target.
         """
+        if within is not None:
+            return within(self)
         rows = self.tables.embed(block_ids).to(context_features.device, context_features.dtype)
         position_embeddings = self.rotary_emb(rows, position_ids)
         for layer in self.layers:
             rows = layer(rows, context_features, position_embeddings, attention_mask, cache)
         return self.norm(rows)
+
+    def get_input_embeddings(self) -> None:
+        """None: the embedding is the target's. What shards or resizes models asks for it."""
+
+    def get_output_embeddings(self) -> None:
+        """None: the head is the target's, or one of the draft's own, which is called once for each piece of a loss."""
 
     def base_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """U_k: `hidden` (rows..., hidden) -> (rows..., vocab), through the target's head or the draft's own (reduced vocabulary)."""

@@ -1,18 +1,23 @@
-"""Uploading a draft: the files of a folder that belong to it, in one commit, and a short card where there is none."""
+"""Uploading a draft: the files of a folder that belong to it, in one commit, and a short card where there is none.
+
+What is published names local folders and files without their path, which says nothing elsewhere and may say too much.
+"""
 
 import json
+import os
 import re
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-__all__ = ["COMPANIONS", "TAGS", "is_hub_id", "upload_draft"]
+__all__ = ["COMPANIONS", "TAGS", "is_hub_id", "public_name", "upload_draft", "without_paths"]
 
 TAGS = ["dspark", "speculative-decoding"]
 # What lies beside the weights and describes how they came about.
 COMPANIONS = ("README.md", "training_args.json")
 _WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+_WITH_NAMES = ("config.json", "adapter_config.json", "training_args.json")
 _OTHERS = {"config.json", "generation_config.json", "adapter_config.json", "adapter_model.safetensors", *COMPANIONS}
 # These files themselves, which transformers saves beside a draft that is to travel with its code.
 _CODE = {path.name for path in Path(__file__).parent.glob("*.py") if path.name != "__init__.py"}
@@ -32,7 +37,8 @@ def upload_draft(
     run_as_future: bool = False,
 ):
     """Uploads a draft, or a PEFT adapter of one, that was saved in `folder`: weights, configs, training arguments and README.md, and
-    nothing else that lies there. Weights that the repository has under other names are removed in the same commit.
+    nothing else that lies there. Weights that the repository has under other names are removed in the same commit. Paths of this machine
+    in the configs and the training arguments are cut down to the last name.
 
     The README.md in the folder becomes the repository's. Where there is none the repository keeps its own, or gets a few lines.
 
@@ -55,7 +61,7 @@ def upload_draft(
     if revision is not None and not revision.startswith("refs/"):
         api.create_branch(repo_id, branch=revision, token=token, exist_ok=True)
     present = api.list_repo_files(repo_id, revision=revision, token=token)
-    operations = [CommitOperationAdd(name, folder / name) for name in names if name != "README.md"]
+    operations = [CommitOperationAdd(name, _public_content(folder / name)) for name in names if name != "README.md"]
     card = _card(folder, repo_id, token, tags or [], on_hub="README.md" in present)
     if card is not None:
         operations.append(CommitOperationAdd("README.md", card))
@@ -76,6 +82,48 @@ def is_hub_id(name: str | None) -> bool:
     return not Path(name).exists()
 
 
+def public_name(name: str) -> str:
+    """`name` of a model or a dataset as it is published: one of the Hub's stays, a local `/data/mine` becomes `./mine`."""
+    is_local = _is_path(name) or os.path.exists(name)
+    return f"./{PureWindowsPath(os.path.abspath(os.path.expanduser(name))).name}" if is_local else name
+
+
+def without_paths(value):
+    """`value`, of lists, dictionaries and plain values, with each text that is an absolute path, or one from `~`, `.` or `..`, cut down as
+    by `public_name`. A word such as "train" or "runs/rows" stays."""
+    if isinstance(value, dict):
+        return {key: without_paths(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_paths(entry) for entry in value]
+    return public_name(value) if isinstance(value, str) and _is_path(value) else value
+
+
+def _is_path(name: str) -> bool:
+    return os.path.isabs(name) or PureWindowsPath(name).is_absolute() or name.startswith(("~", "./", "../")) or name in (".", "..")
+
+
+def _public_content(path: Path) -> Path | bytes:
+    """The file, or what it holds without paths of this machine."""
+    if path.name not in _WITH_NAMES:
+        return path
+    values = json.loads(path.read_text(encoding="utf-8"))
+    public = without_paths(values)
+    if base := public.get("base_model_name_or_path"):
+        public["base_model_name_or_path"] = public_name(base)
+    return path if public == values else (json.dumps(public, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _without_local_bases(card: bytes) -> bytes:
+    """A card without the lines of its metadata that name a local base model, as PEFT writes them; the Hub could not link to it."""
+    head = re.match(rb"---\r?\n.*?\n---", card, re.DOTALL)
+    if head is None:
+        return card
+    lines = head[0].decode().splitlines(keepends=True)
+    bases = [re.fullmatch(r"(?:- )?base_model(?::\w+)*: *['\"]?(.+?)['\"]?\s*", line) for line in lines]
+    kept = [line for line, base in zip(lines, bases) if base is None or not _is_path(base[1])]
+    return "".join(kept).encode() + card[head.end() :]
+
+
 def _belongs(name: str) -> bool:
     return name in _OTHERS or name in _CODE or _WEIGHTS.fullmatch(name) is not None
 
@@ -83,7 +131,7 @@ def _belongs(name: str) -> bool:
 def _card(folder: Path, repo_id: str, token, tags: list[str], on_hub: bool) -> bytes | None:
     """The README.md to upload; None: the repository's own stays as it is."""
     if (folder / "README.md").exists():
-        content = (folder / "README.md").read_bytes()
+        content = _without_local_bases((folder / "README.md").read_bytes())
     elif not on_hub:
         content = _plain_card(folder, repo_id).encode()
     elif not tags:

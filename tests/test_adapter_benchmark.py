@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,7 @@ def test_the_share_recovered_by_hand(adapter):
 
     figures = {"own": pair(3.0, 2.5), "lost": pair(2.0, 1.5), "adapter": pair(2.75, 2.0)}
     assert adapter.recovered(figures) == {"adapter": {"greedy": 0.75, "sampled": 0.5}}
+    assert math.isnan(adapter.recovered(figures | {"lost": pair(3.0, 1.5)})["adapter"]["greedy"])
 
 
 def test_options_that_cannot_work(adapter):

@@ -36,6 +36,7 @@ def arguments(folder, **options) -> DistillationArguments:
         "use_cpu": True,
         "save_strategy": "no",
         "disable_tqdm": True,
+        "eval_prompts": 0,
         "logging_steps": 1,
         "learning_rate": 1e-3,
     }

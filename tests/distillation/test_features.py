@@ -17,7 +17,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from hf_dspark.distillation.features import target_features
+from hf_dspark.distillation.features import config_fingerprint, target_features, weights_fingerprint
 
 SIZES = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=4, num_attention_heads=4, eos_token_id=None, bos_token_id=None, pad_token_id=None)
 TARGETS = {
@@ -117,3 +117,46 @@ def test_a_target_without_hidden_states_is_refused():
     target.forward = silent
     with pytest.raises(ValueError, match=r"Qwen3ForCausalLM returned no hidden states of its layers \[0\]"):
         target_features(target, torch.zeros(1, 3, dtype=torch.long), None, [0])
+
+
+# Fingerprints
+
+
+def test_a_fingerprint_is_of_the_weights_all_of_them_and_of_nothing_else():
+    first = weights_fingerprint(tiny_target())
+    assert weights_fingerprint(tiny_target()) == first and weights_fingerprint(tiny_target(seed=1)) != first
+    assert weights_fingerprint(tiny_target().bfloat16()) != first
+    for name in dict(tiny_target().named_parameters()):
+        target = tiny_target()
+        with torch.no_grad():
+            target.get_parameter(name).mul_(1.001)
+        assert weights_fingerprint(target) != first, name
+
+
+def test_a_fingerprint_tells_adapters_apart():
+    adapted = get_peft_model(tiny_target(), LoraConfig(r=2, target_modules=["q_proj"]))
+    found = [weights_fingerprint(tiny_target()), weights_fingerprint(adapted)]
+    adapted.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
+    found.append(weights_fingerprint(adapted))
+    adapted.set_adapter("other")
+    found.append(weights_fingerprint(adapted))
+    assert len(set(found)) == 4
+
+
+def test_tensors_that_lie_elsewhere_and_empty_ones_have_a_fingerprint_too():
+    target = tiny_target()
+    target.register_buffer("nothing", torch.zeros(0))
+    target.register_buffer("number", torch.tensor(3.0))
+    assert weights_fingerprint(target) != weights_fingerprint(tiny_target())
+    assert len(weights_fingerprint(target.to("meta"))) == 16
+
+
+def test_a_config_fingerprint_sees_what_changes_the_forward(tmp_path):
+    target = tiny_target()
+    first = config_fingerprint(target)
+    target.save_pretrained(tmp_path)
+    assert config_fingerprint(type(target).from_pretrained(tmp_path)) == first
+    target.config.use_cache, target.config.name_or_path = False, "elsewhere"
+    assert config_fingerprint(target) == first
+    for options in ({"rms_norm_eps": 1e-5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, {"num_hidden_layers": 3}):
+        assert config_fingerprint(tiny_target(**options)) != first, options

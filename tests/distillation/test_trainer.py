@@ -37,6 +37,7 @@ def make_trainer(tmp_path, target=None, draft=None, dataset=None, eval_dataset=N
     draft = draft or tiny_draft(target)
     values = {"max_steps": 2, "per_device_train_batch_size": 4, "logging_steps": 1, "learning_rate": 1e-3, "warmup_steps": 0, "num_anchors": 4}
     values |= {"target": "tiny", "output_dir": str(tmp_path), "use_cpu": True, "save_strategy": "no", "disable_tqdm": True}
+    values |= {"eval_prompts": 0}
     args = DistillationArguments(**{**values, **options})
     return DSparkTrainer(draft, target, args, train_dataset=rows() if dataset is None else dataset, eval_dataset=eval_dataset)
 
@@ -237,6 +238,7 @@ def test_mixed_precision_and_checkpointing_train_fp32_weights(tmp_path, options)
     draft = tiny_draft(target)
     before = weights(draft)
     make_trainer(tmp_path, target, draft, **options).train()
+    assert not torch.is_autocast_enabled("cpu")
     assert all(parameter.dtype == torch.float32 for parameter in draft.parameters())
     assert all(torch.isfinite(parameter).all() and not torch.equal(parameter, before[name]) for name, parameter in draft.named_parameters())
 

@@ -5,7 +5,7 @@ import os
 import pytest
 from matplotlib.image import imread
 
-from hf_dspark.evaluation.plots import plot_load, plot_pair
+from hf_dspark.evaluation.plots import plot_load, plot_pair, plot_training
 
 SPEEDS = {"plain": 1.0, "own loop": 1.02, "with the draft": 1.8}
 
@@ -23,6 +23,12 @@ def test_a_panel_for_each_setting(tmp_path, num_panels, shape):
     path = plot_load(tmp_path / "load.png", {f"setting {number}": lines for number in range(num_panels)})
     assert path == tmp_path / "load.png" and imread(path).shape[:2] == shape
     assert os.listdir(tmp_path) == ["load.png"]
+
+
+def test_a_line_for_each_way_of_counting(tmp_path):
+    path = plot_training(tmp_path / "tau.png", {"greedy": [(1.0, 1.2), (2.5, 1.9)], "estimated": [(1.0, 1.3)]})
+    assert path == tmp_path / "tau.png" and imread(path).shape[:2] == (600, 1050)
+    assert os.listdir(tmp_path) == ["tau.png"]
 
 
 def test_the_font_cache_goes_where_it_is_deleted(tmp_path, monkeypatch):

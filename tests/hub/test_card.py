@@ -191,13 +191,15 @@ def run_the_code_of(text: str) -> dict:
     return names
 
 
-def test_the_lines_of_code_run(pair):
+def test_the_lines_of_code_run(pair, monkeypatch):
     folder, draft = pair
+    monkeypatch.chdir(folder)  # a local model is named without its path
     run_the_code_of(written(draft, folder / "draft", repo_id=str(folder / "draft")))
 
 
-def test_the_lines_of_code_of_an_adapter_run(pair):
+def test_the_lines_of_code_of_an_adapter_run(pair, monkeypatch):
     folder, _ = pair
+    monkeypatch.chdir(folder)
     draft = type(pair[1]).from_pretrained(folder / "draft")
     adapted = get_peft_model(draft, LoraConfig(r=2, target_modules=["q_proj"]))
     adapted.save_pretrained(folder / "adapter")
@@ -205,6 +207,37 @@ def test_the_lines_of_code_of_an_adapter_run(pair):
     assert text.count("# Adapter of a DSpark draft") == 1 and "merge the adapter" in text and "vllm serve" not in text
     assert type(run_the_code_of(text)["draft"]).__name__ == "PeftModel"
     assert "`ADAPTED` stands for" in written(get_peft_model(pair[1], LoraConfig(r=2, target_modules=["q_proj"])), folder / "nameless")
+
+
+def test_a_local_target_is_named_without_its_path(target, tmp_path):
+    """Wherever its name comes from: the config, the arguments, the adapted draft, the command that measured."""
+    draft = tiny_draft(target, base_model_name_or_path=str(tmp_path / "my-target"))
+    command = f"hf-dspark evaluate --draft {tmp_path}/draft --target={tmp_path}/my-target --json FILE"
+    measured = evaluation(tmp_path, options={**OPTIONS, "command": command})
+    facts = dict(arguments=arguments(tmp_path, target=str(tmp_path / "my-target"), dataset=str(tmp_path / "a.jsonl")), evaluation=measured)
+    text = written(draft, tmp_path / "draft", **facts)
+    assert "# DSpark draft for my-target\n" in text and "hidden states of `my-target`" in text and 'from_pretrained("./my-target")' in text
+    assert "hf-dspark evaluate --draft ./draft --target=./my-target --json FILE" in text and "vllm serve ./my-target" in text
+    draft.save_pretrained(tmp_path / "draft")
+    adapted = get_peft_model(type(draft).from_pretrained(tmp_path / "draft"), LoraConfig(r=2, target_modules=["q_proj"]))
+    adapter = written(adapted, tmp_path / "adapter", **facts)
+    assert 'from_pretrained("./draft"' in adapter
+    for content in (text, adapter, *((tmp_path / name / "training_args.json").read_text() for name in ("draft", "adapter"))):
+        assert str(tmp_path) not in content
+    assert ModelCard(text).data.base_model is None and ModelCard(text).data.datasets is None
+
+
+def test_the_configs_training_data_speaks_where_the_report_does_not(target, tmp_path):
+    draft = tiny_draft(target)
+    draft.config.training_data = {"regenerated_share": 0.25, "sampling": "temperature 0.7", "chat_template_sha256": "cd34"}
+    text = written(draft, tmp_path)
+    for line in (
+        "| written by the base model itself | 25 % of the rows |",
+        "| how it wrote | temperature 0.7 |",
+        "| chat template (SHA-256) | `cd34` |",
+    ):
+        assert line in text, line
+    assert "75 % of the rows" in written(draft, tmp_path, report=PROVENANCE)
 
 
 def test_the_written_card_is_what_gets_uploaded(pair, monkeypatch):

@@ -1,5 +1,7 @@
 """Uploading: which files, whose README.md, which options; with huggingface_hub's client replaced by a Hub in memory."""
 
+import json
+
 import pytest
 import torch
 from checkpoint_files import TABLES, assert_same_draft
@@ -10,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from hf_dspark import DSparkDraftModel
-from hf_dspark.modeling.uploading import is_hub_id, upload_draft
+from hf_dspark.modeling.uploading import is_hub_id, public_name, upload_draft, without_paths
 
 SLIM = {"config.json", "generation_config.json", "model.safetensors"}
 MINE = "---\nlicense: mit # mine\ntags: [law]\n---\nMy own words.\r\n"
@@ -180,3 +182,65 @@ def test_names_that_the_hub_can_have(tmp_path, monkeypatch):
     (tmp_path / "runs" / "target").mkdir(parents=True)
     assert is_hub_id("Qwen/Qwen3-4B") and is_hub_id("gpt2")
     assert not any(map(is_hub_id, ["runs/target", "/models/qwen", "./qwen", "a/b/c", "", None]))
+
+
+@pytest.mark.parametrize(
+    ("name", "public"),
+    [
+        ("Qwen/Qwen3-4B", "Qwen/Qwen3-4B"),
+        ("gpt2", "gpt2"),
+        ("/home/me/models/target", "./target"),
+        ("/home/me/models/target/", "./target"),
+        ("~/target", "./target"),
+        ("./target", "./target"),
+        ("../models/target", "./target"),
+        ("C:\\Users\\me\\target", "./target"),
+        ("\\\\server\\share\\target", "./target"),
+        ("here/target", "./target"),  # exists
+        ("not/here", "not/here"),
+    ],
+)
+def test_local_names_are_published_without_their_path(name, public, tmp_path, monkeypatch):
+    (tmp_path / "here" / "target").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert public_name(name) == public == public_name(public)
+
+
+def test_paths_are_cut_wherever_they_stand():
+    values = {
+        "output_dir": "/home/me/out",
+        "extra_rows": ["~/a.jsonl", "runs/b.jsonl"],
+        "deeper": {"path": ("../c", 1, None)},
+        "seed": 3,
+        "bf16": True,
+    }
+    expected = {"output_dir": "./out", "extra_rows": ["./a.jsonl", "runs/b.jsonl"], "deeper": {"path": ["./c", 1, None]}, "seed": 3, "bf16": True}
+    assert without_paths(values) == expected == without_paths(expected)
+
+
+def test_no_path_of_this_machine_is_uploaded(target, tmp_path, hub):
+    """In configs, adapters' configs, training arguments, by whichever door; the files here keep theirs."""
+    here = tmp_path / "home" / "me"
+    draft = tiny_draft(target, base_model_name_or_path=str(here / "my-target"))
+    draft.config.training_data = {"sources": [{"dataset": str(here / "rows.jsonl")}]}
+    draft.save_pretrained(here / "draft")
+    (here / "draft" / "training_args.json").write_text(json.dumps({"target": str(here / "my-target"), "output_dir": str(here / "draft"), "seed": 3}))
+    kept = (here / "draft" / "config.json").read_bytes()
+    adapted = get_peft_model(DSparkDraftModel.from_pretrained(here / "draft"), LoraConfig(r=2, target_modules=["q_proj"]))
+    adapted.save_pretrained(here / "adapter")
+    upload_draft(here / "draft", "me/folder")
+    draft.push_to_hub("me/pushed")
+    upload_draft(here / "adapter", "me/adapter")
+    assert len(hub.commits) == 3 and (here / "draft" / "config.json").read_bytes() == kept
+    for files in hub.files.values():
+        for name, content in files.items():
+            assert str(tmp_path).encode() not in content, name
+    for repo_id in ("me/folder", "me/pushed"):
+        config = json.loads(hub.files[repo_id]["config.json"])
+        assert config["base_model_name_or_path"] == "./my-target" and config["training_data"]["sources"][0]["dataset"] == "./rows.jsonl"
+        assert "base_model:" not in hub.readme(repo_id)
+    assert json.loads(hub.files["me/folder"]["training_args.json"]) == {"target": "./my-target", "output_dir": "./draft", "seed": 3}
+    assert json.loads(hub.files["me/adapter"]["adapter_config.json"])["base_model_name_or_path"] == "./draft"
+    assert ModelCard(hub.readme("me/adapter")).data.library_name == "peft"  # PEFT's own card, but for the path
+    loaded = downloaded(hub, "me/folder", tmp_path / "downloaded").state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in draft.state_dict().items())

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field, fields
 
 from transformers import TrainingArguments
 
+from hf_dspark.distillation.evaluation import check_eval_options
+from hf_dspark.distillation.feature_options import check_feature_options
 from hf_dspark.distillation.losses import LossWeights
 
 __all__ = ["DistillationArguments"]
@@ -56,11 +58,28 @@ class DistillationArguments(TrainingArguments):
         },
     )
     max_eval_rows: int = field(default=128, metadata={"help": "Rows of the held-out texts that an evaluation reads, at most."})
+    eval_prompts: int = field(
+        default=16, metadata={"help": "Held-out prompts that an evaluation decodes with the draft, for the accepted length; 0: none."}
+    )
+    eval_prompt_tokens: int = field(
+        default=64, metadata={"help": "Tokens of such a prompt where it is a text; of a conversation it is all before the first answer."}
+    )
+    eval_new_tokens: int = field(default=64, metadata={"help": "New tokens that each prompt gets, at most."})
+    eval_temperature: float | None = field(
+        default=None, metadata={"help": "Decode the prompts a second time, sampled at this temperature. None: greedily alone."}
+    )
     max_length: int = field(
         default=4096, metadata={"help": "Tokens of a training row, at most; longer texts become several rows, longer conversations lose their end."}
     )
     init_draft: str | None = field(
         default=None, metadata={"help": "Go on training this draft, a folder or a Hub id; its own config decides its shape."}
+    )
+    lora_rank: int | None = field(
+        default=None, metadata={"help": "Train only a LoRA adapter of this rank over `init_draft`, and save it alone. None: the whole draft."}
+    )
+    lora_alpha: int | None = field(default=None, metadata={"help": "The adapter's scale is lora_alpha / lora_rank. None: twice the rank."})
+    lora_target_modules: list[str] | None = field(
+        default=None, metadata={"help": "Modules to adapt, by the ends of their names. None: all linear layers."}
     )
     warm_start: bool = field(
         default=False, metadata={"help": "Start from copies of the target's last layers and norms, where their names and shapes are the draft's."}
@@ -81,6 +100,19 @@ class DistillationArguments(TrainingArguments):
     num_anchors: int = field(default=512, metadata={"help": "Blocks drawn from each row, at most."})
     packing: bool = field(
         default=False, metadata={"help": "Several texts, none of which sees another, in a training row of up to max_length tokens: less padding."}
+    )
+    features: str = field(
+        default="online", metadata={"help": "The target's features: online (computed in every step) or cached (written once, docs/features.md)."}
+    )
+    features_dir: str | None = field(default=None, metadata={"help": "Folder of cached features."})
+    features_dtype: str = field(
+        default="bfloat16", metadata={"help": "Type of cached features: bfloat16, int8 (with a scale a token and layer) or float32."}
+    )
+    cache_budget: str | None = field(
+        default=None, metadata={"help": "Bytes that cached features may take, such as 200GB; other rows' are computed online. None: all are cached."}
+    )
+    features_rank: int | None = field(
+        default=None, metadata={"help": "Experimental: cache the chosen layers' coordinates in a subspace of so many dimensions. None: as they are."}
     )
     mask_token_id: int | None = field(default=None, metadata={"help": "Token that fills a block and never occurs in text. None: the tokenizer's."})
     draft_vocab_size: int | None = field(default=None, metadata={"help": "The draft predicts only this many, the most frequent tokens. None: all."})
@@ -104,16 +136,24 @@ class DistillationArguments(TrainingArguments):
         if not self.target:
             raise ValueError(f"target must be a model folder or a Hub id, got {self.target!r}")
         self._check_numbers()
+        check_feature_options(self)
         if isinstance(self.extra_rows, str):  # one file, written without brackets
             self.extra_rows = [self.extra_rows]
         if self.streaming:
             self._check_streaming()
+        if self.lora_rank is not None and self.init_draft is None:
+            raise ValueError(f"lora_rank={self.lora_rank} adapts an existing draft; name it with init_draft")
+        if self.lora_rank is not None and self.fsdp:
+            raise ValueError(f"lora_rank={self.lora_rank} trains an adapter, which is small; leave fsdp out")
+        if self.lora_rank is None and (self.lora_alpha is not None or self.lora_target_modules is not None):
+            raise ValueError("lora_alpha and lora_target_modules describe an adapter; ask for one with lora_rank")
         if self.save_dtype not in ("bfloat16", "float16", "float32"):
             raise ValueError(f"save_dtype must be bfloat16, float16 or float32, got {self.save_dtype!r}")
         if self.remove_unused_columns:
             raise ValueError("remove_unused_columns=True would drop the columns the losses need; leave it False")
         if self.push_to_hub and self.hub_strategy != "end":
             raise ValueError(f"hub_strategy must be 'end', got {self.hub_strategy!r}: a draft is uploaded when it is finished")
+        check_eval_options(self)
         super().__post_init__()
 
     @property
@@ -141,7 +181,7 @@ class DistillationArguments(TrainingArguments):
                 raise ValueError(f"{option.name} must be a number, got the text {value!r} (YAML reads 6e-4 as text: write 6.0e-4)")
         if self.max_length < self.block_size + 2:
             raise ValueError(f"max_length must be at least block_size + 2 = {self.block_size + 2} for a whole block to fit in, got {self.max_length}")
-        for name in ("block_size", "num_draft_layers", "num_anchors", "dataset_num_proc"):
+        for name in ("block_size", "num_draft_layers", "num_anchors", "dataset_num_proc", "lora_rank", "lora_alpha"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("num_held_out", "max_eval_rows", "ce_weight", "l1_weight", "confidence_weight"):

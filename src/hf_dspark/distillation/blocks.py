@@ -7,7 +7,6 @@ A sequence may hold several documents, packed one after the other: nothing cross
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
 
 from hf_dspark.modeling import DSparkDraftModel
 
@@ -129,14 +128,11 @@ def block_attention_mask(anchors: torch.Tensor, starts: torch.Tensor, num_tokens
     return torch.cat([context.repeat_interleave(block_size, dim=1), own_block.expand(batch, rows, rows)], dim=-1)[:, None]
 
 
-def block_hidden_states(
-    draft: DSparkDraftModel, hidden_states: list[torch.Tensor], blocks: Blocks, model: torch.nn.Module | PreTrainedModel | None = None
-) -> torch.Tensor:
+def block_hidden_states(draft: DSparkDraftModel, hidden_states: list[torch.Tensor], blocks: Blocks) -> torch.Tensor:
     """The parallel stage over all blocks of all sequences at once.
 
     Args:
         hidden_states: outputs of the chosen target layers, each (batch, tokens, hidden).
-        model: `draft` as wrapped for distributed training; None: `draft` itself.
 
     Returns:
         h (batch, anchors, block, hidden) after the draft's final norm.
@@ -156,7 +152,9 @@ def block_hidden_states(
             f"a draft is trained with attn_implementation 'sdpa' or 'eager', got {implementation!r}; call draft.set_attn_implementation('sdpa')"
         )
     block_positions = blocks.positions - starts[..., None]
-    hidden = (draft if model is None else model)(
+    # Neither a call nor the instance's own forward, which accelerate wraps: this may run inside one.
+    hidden = type(draft).forward(
+        draft,
         block_ids=blocks.block_ids.flatten(1),
         context_features=features,
         position_ids=torch.cat([blocks.document_positions, block_positions.flatten(1)], dim=1),

@@ -25,7 +25,7 @@ class BlockCollator:
 
     Returns `input_ids` long, `attention_mask` and `loss_mask` bool, each (batch, tokens), and `anchors` (batch, anchors) long, -1
     where a row has fewer. With `packing` also `position_ids` (batch, tokens) long, which start again at each document and at the
-    padding.
+    padding, and of numbered rows `cached_rows` (batch,) long, the number `cached_row` of each.
 
     A row has `input_ids` (tokens,) and may bring its own `loss_mask` (tokens,); without one, all of its tokens are supervised. Its
     anchors are a function of `seed`, the epoch and its number `sample` (or, without one, of its ids) alone: the same on any worker,
@@ -64,6 +64,8 @@ class BlockCollator:
                 positions = _document_positions(row.get("lengths", [length]))
                 batch["position_ids"][i] = torch.cat([positions, torch.arange(shape[1] - length)])
             anchors.append(sample_anchors(loss_mask, self.num_anchors, self._generator(row), positions))
+        if "cached_row" in rows[0]:
+            batch["cached_rows"] = torch.tensor([row["cached_row"] for row in rows])
         return {**batch, "anchors": pad_anchors(anchors)}
 
     def _generator(self, row: dict) -> torch.Generator:

@@ -1,5 +1,6 @@
 """Training data as rows of token ids with their loss mask: from conversations, plain text or ids; from files, folders or the Hub."""
 
+import json
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,12 +16,15 @@ from transformers import PreTrainedTokenizerBase
 from hf_dspark.distillation.arguments import DistillationArguments
 from hf_dspark.distillation.conversations import ChatTemplate, read_messages
 from hf_dspark.distillation.corpus import held_out_split, stdlib_modules
+from hf_dspark.distillation.provenance import PROVENANCE_COLUMN, chat_template_sha256
 
-__all__ = ["RowEncoder", "encode_rows", "load_rows"]
+__all__ = ["RowEncoder", "encode_rows", "load_rows", "load_source"]
 
 _ROWS = Features({"input_ids": List(Value("int32")), "loss_mask": List(Value("bool"))})
 # What became of each row beside its tokens: why it can't be used (empty: it can), its assistant turns left out, whether it was too long.
 _NOTES = Features({"problem": Value("string"), "num_left_out": Value("int32"), "is_cut": Value("bool")})
+# How the row came about (provenance.py); it stays with the training rows where any of them says it.
+_PROVENANCE = Features({PROVENANCE_COLUMN: Value("string")})
 _READERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
 _KINDS = {"messages": "messages", "conversations": "messages", "input_ids": "ids", "text": "text"}
 _HOLDS = {"messages": "lists of {role, content}", "ids": "lists of token ids", "text": "text"}
@@ -52,7 +56,7 @@ def load_rows(args: DistillationArguments, tokenizer: PreTrainedTokenizerBase) -
         if args.streaming:
             return _stream_rows(args, tokenizer)
         train, held_out = _split(args)
-        parts = [(train, args.dataset), *((_load(file, args), file) for file in args.extra_rows or [])]
+        parts = [(train, args.dataset), *((load_source(file, args), file) for file in args.extra_rows or [])]
         encoded = concatenate_datasets([encode_rows(part, tokenizer, args, name) for part, name in parts])
         rows, line = _usable(encoded, args)
         eval_rows = _held_out_rows(encode_rows(held_out, tokenizer, args, args.dataset), args) if len(held_out) else None
@@ -74,8 +78,9 @@ def encode_rows(
     named = args.dataset_column if name == args.dataset or args.dataset_column in known.column_names else None
     column, kind = _find_column(known, named, name)
     chat = ChatTemplate(tokenizer, args.enable_thinking) if kind == "messages" else None
-    encoder = RowEncoder(tokenizer, column, kind, args.max_length, args.block_size + 2, chat, args.split_turns)
-    options = dict(batched=True, batch_size=64, remove_columns=known.column_names, features=Features({**_ROWS, **_NOTES}))
+    rendered = json.dumps({"chat_template_sha256": chat_template_sha256(tokenizer)}) if chat else ""
+    encoder = RowEncoder(tokenizer, column, kind, args.max_length, args.block_size + 2, chat, args.split_turns, rendered)
+    options = dict(batched=True, batch_size=64, remove_columns=known.column_names, features=Features({**_ROWS, **_NOTES, **_PROVENANCE}))
     if isinstance(source, Dataset):
         options["num_proc"] = args.dataset_num_proc
     return source.map(encoder, **options)
@@ -89,6 +94,8 @@ class RowEncoder:
     dataset has one; a row never holds two texts. Of a conversation the first `max_length` tokens are taken. Rows of fewer than
     `shortest` tokens, or without two neighbouring supervised ones, come out empty with the reason in `problem`.
 
+    A row keeps what its column `provenance` says, or gets `provenance`.
+
     Raises:
         ValueError: a row's loss_mask and input_ids differ in length.
     """
@@ -100,18 +107,22 @@ class RowEncoder:
     shortest: int
     chat: ChatTemplate | None = None
     split_turns: bool = False
+    provenance: str = ""
 
     def __call__(self, batch: dict[str, list]) -> dict[str, list]:
         values = batch[self.column]
         if self.kind == "messages":
-            rows = [row for value in values for row in self._conversation_rows(value)]
+            groups = [self._conversation_rows(value) for value in values]
         elif self.kind == "ids":
             masks = batch["loss_mask"] if "loss_mask" in batch else [None] * len(values)
-            rows = [row for ids, mask in zip(values, masks) for row in self._pieces(ids or [], mask)]
+            groups = [self._pieces(ids or [], mask) for ids, mask in zip(values, masks)]
         else:
             texts = self.tokenizer([text or "" for text in values])["input_ids"]
-            rows = [row for ids in texts for row in self._pieces(_with_ends(ids, self.tokenizer), None)]
-        return {name: [row[name] for row in rows] for name in (*_ROWS, *_NOTES)}
+            groups = [self._pieces(_with_ends(ids, self.tokenizer), None) for ids in texts]
+        stated = batch.get(PROVENANCE_COLUMN) or [None] * len(values)
+        origins = [text if text and isinstance(text, str) else self.provenance for text in stated]
+        rows = [{**row, PROVENANCE_COLUMN: origin} for group, origin in zip(groups, origins) for row in group]
+        return {name: [row[name] for row in rows] for name in (*_ROWS, *_NOTES, *_PROVENANCE)}
 
     def _conversation_rows(self, value) -> list[dict]:
         messages = read_messages(value)
@@ -170,7 +181,8 @@ def _usable(encoded: Dataset, args: DistillationArguments) -> tuple[Dataset, str
         line += "" if args.split_turns else " (split_turns: true gives them rows of their own)"
     if num_cut := pc.sum(table["is_cut"]).as_py():
         line += f"; conversations cut at max_length {num_cut:,}"
-    rows = encoded.remove_columns(list(_NOTES))
+    says_nothing = not any(table[PROVENANCE_COLUMN].unique().to_pylist())
+    rows = encoded.remove_columns([*_NOTES, *(_PROVENANCE if says_nothing else ())])
     return (rows.select([i for i, problem in enumerate(problems) if not problem]) if skipped else rows), line
 
 
@@ -178,24 +190,25 @@ def _held_out_rows(encoded: Dataset, args: DistillationArguments) -> Dataset | N
     """At most `max_eval_rows`, spread over the usable ones; None: none is usable."""
     usable = [i for i, problem in enumerate(encoded["problem"]) if not problem]
     count = min(args.max_eval_rows, len(usable))
-    return encoded.remove_columns(list(_NOTES)).select([usable[i] for i in _spread(count, len(usable))]) if count else None
+    return encoded.remove_columns([*_NOTES, *_PROVENANCE]).select([usable[i] for i in _spread(count, len(usable))]) if count else None
 
 
 def _stream_rows(args: DistillationArguments, tokenizer: PreTrainedTokenizerBase) -> tuple[IterableDataset, Dataset | None]:
-    stream = _load(args.dataset, args)
+    stream = load_source(args.dataset, args)
     with _errors_named(args.dataset):
         head = list(stream.take(max(args.num_held_out, _NUM_HEAD)))
     if len(head) <= args.num_held_out:
         raise ValueError(f"num_held_out={args.num_held_out} leaves nothing to train on of the {len(head)} rows of {args.dataset!r}; lower it")
     head = Dataset.from_list(head, features=stream.features)
-    _, line = _usable(encode_rows(head, tokenizer, args, args.dataset), args)
+    first_rows, line = _usable(encode_rows(head, tokenizer, args, args.dataset), args)
     held_out = head.select(range(args.num_held_out))
     eval_rows = _held_out_rows(encode_rows(held_out, tokenizer, args, args.dataset), args) if len(held_out) else None
     if args.process_index == 0:
         print(f"streaming {args.dataset}; of its first {len(head)} rows: {line}; held-out rows {len(eval_rows or [])}")
     rest = stream.skip(args.num_held_out).shuffle(seed=args.seed, buffer_size=_SHUFFLED_ROWS)
     encoded = encode_rows(rest, tokenizer, args, args.dataset, head)
-    return encoded.filter(lambda row: not row["problem"]).remove_columns(list(_NOTES)), eval_rows
+    dropped = sorted({*_NOTES, *_PROVENANCE} - set(first_rows.column_names))
+    return encoded.filter(lambda row: not row["problem"]).remove_columns(dropped), eval_rows
 
 
 def _split(args: DistillationArguments) -> tuple[Dataset, Dataset]:
@@ -203,7 +216,7 @@ def _split(args: DistillationArguments) -> tuple[Dataset, Dataset]:
     if args.dataset == "stdlib":
         train, held_out = (list(modules.values()) for modules in held_out_split(stdlib_modules(), args.num_held_out))
         return Dataset.from_dict({"text": train}), Dataset.from_dict({"text": held_out})
-    rows = _load(args.dataset, args)
+    rows = load_source(args.dataset, args)
     if args.num_held_out >= len(rows):
         raise ValueError(
             f"num_held_out={args.num_held_out} leaves nothing to train on of the {len(rows)} rows of {args.dataset!r}; lower it (0: no held-out rows)"
@@ -212,8 +225,15 @@ def _split(args: DistillationArguments) -> tuple[Dataset, Dataset]:
     return rows.select(sorted(set(range(len(rows))) - set(held_out))), rows.select(held_out)
 
 
-def _load(name: str, args: DistillationArguments) -> Dataset | IterableDataset:
-    """The rows of a local file, of the split of a local folder, or of the split of a dataset on the Hub."""
+def load_source(name: str, args) -> Dataset | IterableDataset:
+    """The rows of a local file, of the split of a local folder, or of the split of a dataset on the Hub.
+
+    Args:
+        args: options with `dataset_split`, `dataset_config` and `streaming`.
+
+    Raises:
+        ValueError: there is no such dataset, or it can't be read.
+    """
     path, split = Path(name), args.dataset_split
     paragraphs = {"sample_by": "paragraph"}
     if path.is_dir():

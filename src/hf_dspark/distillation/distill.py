@@ -1,27 +1,33 @@
 """Trains a draft for a target: `hf-dspark distill RECIPE.yaml`."""
 
-import json
 from pathlib import Path
 
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
+from hf_dspark.distillation.adapter import add_adapter, save_adapter
 from hf_dspark.distillation.arguments import DistillationArguments
 from hf_dspark.distillation.conversations import show_sample
 from hf_dspark.distillation.data import load_rows
+from hf_dspark.distillation.provenance import take_provenance, training_data
+from hf_dspark.distillation.summary import evaluations, plot_history, summary_table
 from hf_dspark.distillation.trainer import DSparkTrainer
+from hf_dspark.evaluation.output import write_json
 from hf_dspark.hub import DraftCard, upload_draft, write_draft_card
 from hf_dspark.modeling import DSparkConfig, DSparkDraftModel
 
 __all__ = ["distill", "draft_config", "new_draft"]
 
-_REPORTED = ("eval_loss", "eval_ce", "eval_l1", "eval_confidence", "eval_tau")
+_REPORTED = (
+    *("eval_loss", "eval_ce", "eval_l1", "eval_confidence", "eval_tau", "eval_tokens_per_round", "eval_repeated_8gram_share"),
+    *("eval_sampled_tokens_per_round", "eval_sampled_repeated_8gram_share", "eval_confidence_bias"),
+)
 
 
 def distill(args: DistillationArguments) -> Path:
-    """Trains a draft and writes it, slim, with `distillation.json` (the held-out losses and tau) and a card to `args.output_dir`; with
-    `push_to_hub` it is uploaded then.
+    """Trains a draft and writes it, slim, with `distillation.json` (the held-out losses and tau, and all evaluations as `history`), a card
+    and, of two evaluations or more, the plot `tau_by_time.png` to `args.output_dir`; with `push_to_hub` the draft is uploaded then.
 
     Raises:
         ValueError: options that don't fit the target, its tokenizer or the data.
@@ -31,6 +37,8 @@ def distill(args: DistillationArguments) -> Path:
     target = AutoModelForCausalLM.from_pretrained(args.target, dtype="auto")
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     train_rows, eval_rows = load_rows(args, tokenizer)
+    train_rows, sources = take_provenance(train_rows)
+    data_facts = training_data(sources, args, tokenizer, getattr(target.config, "_commit_hash", None))
     if args.process_index == 0:
         print(show_sample(next(iter(train_rows)), tokenizer))
     if args.init_draft is None:
@@ -41,21 +49,33 @@ def distill(args: DistillationArguments) -> Path:
         draft = DSparkDraftModel.from_pretrained(args.init_draft, dtype=torch.float32)
         if args.max_length < draft.config.block_size + 2:
             raise ValueError(f"max_length={args.max_length} is too short for the block_size {draft.config.block_size} of {args.init_draft}")
-    trainer = DSparkTrainer(draft, target, args, train_dataset=train_rows, eval_dataset=eval_rows)
+        if args.lora_rank is not None:
+            draft = add_adapter(draft, args)
+    trainer = DSparkTrainer(draft, target, args, train_dataset=train_rows, eval_dataset=eval_rows, chat_template=tokenizer.chat_template)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    report = {"steps": trainer.state.global_step}
+    report = {"steps": trainer.state.global_step, **data_facts}
     if not args.streaming:
         report["num_train_rows"] = len(train_rows)
     if eval_rows is not None:
+        during = evaluations(trainer.state.log_history)
         metrics = trainer.evaluate()
+        # The best checkpoint, loaded again, is not what the last step made.
+        report["history"] = during if args.load_best_model_at_end else evaluations(trainer.state.log_history)
         report |= {name: metrics[name] for name in _REPORTED if name in metrics}
-    output = Path(args.output_dir)
+    output, draft = Path(args.output_dir), trainer.whole_draft()
     if trainer.is_world_process_zero():
         draft.config.base_model_name_or_path = args.target
-        draft.to(getattr(torch, args.save_dtype)).save_pretrained(output)
-        (output / "distillation.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+        if data_facts or args.init_draft is not None:  # not those of an earlier training
+            draft.config.training_data = data_facts
+        draft.to(getattr(torch, args.save_dtype))
+        save_adapter(draft, output) if args.lora_rank is not None else draft.save_pretrained(output)
+        write_json(output / "distillation.json", report)
         write_draft_card(draft, output, DraftCard(arguments=args.to_dict(), report=report))
-        print(", ".join(f"{name} {value:.4g}" for name, value in report.items()) + f"; wrote {output}")
+        if history := report.get("history"):
+            print(summary_table(history))
+            plot_history(output / "tau_by_time.png", history)
+        figures = [f"{name} {value:.4g}" for name, value in report.items() if isinstance(value, int | float)]
+        print(", ".join(figures) + f"; wrote {output}")
         if args.push_to_hub:
             name = args.hub_model_id or output.absolute().name
             upload_draft(output, name, private=args.hub_private_repo, token=args.hub_token, revision=args.hub_revision)

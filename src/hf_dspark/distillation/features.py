@@ -1,25 +1,32 @@
 """What a frozen target tells its draft about a text: the outputs of the chosen layers, and the hidden state its logits come from."""
 
+import hashlib
 import inspect
+import json
 from typing import NamedTuple
 
 import torch
 from peft import PeftModel
 from transformers import PreTrainedModel
 
-__all__ = ["TargetFeatures", "target_features"]
+__all__ = ["TargetFeatures", "config_fingerprint", "target_features", "weights_fingerprint"]
+
+# Options of a config that change nothing of what a forward computes from given weights.
+_NEUTRAL = ("_name_or_path", "transformers_version", "dtype", "use_cache", "architectures", "output_hidden_states", "output_attentions")
+# Elements of each tensor that its fingerprint reads.
+_NUM_SAMPLED = 64
 
 
 class TargetFeatures(NamedTuple):
     """One target forward.
 
     hidden_states: outputs of the chosen layers, each (batch, tokens, hidden). last_hidden: (batch, tokens, hidden), after the
-    target's final norm. last_logits: (batch, vocab), the target's own logits at the last position.
+    target's final norm. last_logits: (batch, vocab), the target's own logits at the last position; None: not of a forward just run.
     """
 
     hidden_states: list[torch.Tensor]
     last_hidden: torch.Tensor
-    last_logits: torch.Tensor
+    last_logits: torch.Tensor | None
 
 
 @torch.no_grad()
@@ -61,3 +68,36 @@ def target_features(
             f"{type(target).__name__} returned no hidden states of its layers {layer_ids} and of its last; a draft can't be trained for it"
         )
     return TargetFeatures([states[index] for index in indices], states[last_index], outputs.logits[:, -1])
+
+
+def config_fingerprint(target: PreTrainedModel) -> str:
+    """16 hex digits of the sha256 of the target's config (without names, types and versions)."""
+    return _digest(json.dumps(_essential(target.config.to_diff_dict()), sort_keys=True, default=str).encode())
+
+
+@torch.no_grad()
+def weights_fingerprint(target: PreTrainedModel) -> str:
+    """16 hex digits of a sha256 over names, shapes, types and 64 evenly spaced elements of every tensor of the target, an adapter's
+    included: fast, and different for a fine-tuned target. Tensors that are elsewhere (offloaded to disk) count by name and shape."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(target.state_dict().items()):
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        if tensor.is_meta or not tensor.numel():
+            continue
+        flat = tensor.flatten()
+        sampled = flat[torch.arange(min(_NUM_SAMPLED, len(flat)), device=flat.device) * len(flat) // min(_NUM_SAMPLED, len(flat))]
+        digest.update(sampled.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    if isinstance(target, PeftModel):
+        digest.update(str(target.active_adapters).encode())
+    return digest.hexdigest()[:16]
+
+
+def _essential(config: dict) -> dict:
+    kept = {key: value for key, value in config.items() if key not in _NEUTRAL}
+    return {key: _essential(value) if isinstance(value, dict) else value for key, value in kept.items()}
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

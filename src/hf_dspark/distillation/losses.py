@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from hf_dspark.distillation.blocks import Blocks
@@ -15,7 +16,7 @@ from hf_dspark.modeling import DSparkDraftModel
 __all__ = ["LossTerms", "LossWeights", "Normalisers", "decay_weights", "dspark_loss", "expected_tokens_per_round", "normalisers", "slot_losses"]
 
 # Values of one fp32 tensor over (rows, vocab) that may be alive at once.
-_CHUNK_VALUES = 2**24
+_CHUNK_VALUES = 2**23
 
 
 @dataclass(slots=True, frozen=True)
@@ -45,6 +46,9 @@ class LossTerms:
     """Scalars fp32: `total` carries the gradient; the others, its unweighted terms and `tokens_per_round`, are detached. None: no confidence head.
 
     Under normalisers of several batches, a batch's share of their means: the shares add up to the means.
+
+    slot_acceptance, slot_confidence: (batch, anchors, block) fp32, detached, each slot's 1 - L1/2 and what the confidence head expects of
+    it; 0 in slots that don't count.
     """
 
     total: torch.Tensor
@@ -52,6 +56,8 @@ class LossTerms:
     l1: torch.Tensor
     confidence: torch.Tensor | None
     tokens_per_round: torch.Tensor
+    slot_acceptance: torch.Tensor
+    slot_confidence: torch.Tensor | None
 
 
 def decay_weights(block_size: int, gamma: float | None) -> torch.Tensor:
@@ -102,46 +108,39 @@ def dspark_loss(
     num_rows = max(1, chunk_values // draft.config.vocab_size)
     coefficients = torch.stack([weights.ce * ce_weights, weights.l1 * l1_weights])
     total, ce, l1 = _weighted_losses(draft, inputs, teacher, columns, coefficients, num_rows)
-    confidence = None
+    confidence = slot_confidence = None
     acceptance = 1 - l1 / 2
     if draft.confidence_head is not None:
         embedding = draft.markov_head.markov_w1(previous_ids) if draft.confidence_head.with_markov else None
         logits = draft.confidence_head(rows, embedding).float()
         confidence = (l1_weights * F.binary_cross_entropy_with_logits(logits, acceptance.clamp(0, 1), reduction="none")).sum()
         total = total + weights.confidence * confidence
-    block_acceptance = torch.zeros_like(mask, dtype=torch.float32).masked_scatter(mask, acceptance)
+        slot_confidence = _in_slots(mask, logits.detach().sigmoid())
+    slot_acceptance = _in_slots(mask, acceptance)
     return LossTerms(
         total=total,
         ce=(ce_weights * ce).sum(),
         l1=(l1_weights * l1).sum(),
         confidence=None if confidence is None else confidence.detach(),
-        tokens_per_round=expected_tokens_per_round(block_acceptance, mask, totals.anchors),
+        tokens_per_round=expected_tokens_per_round(slot_acceptance, mask, totals.anchors),
+        slot_acceptance=slot_acceptance,
+        slot_confidence=slot_confidence,
     )
 
 
+@torch.no_grad()
 def slot_losses(
     draft: DSparkDraftModel, teacher: torch.Tensor, columns: torch.Tensor, hidden: torch.Tensor, features: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """CE = -log p_draft(label) and L1 = ||p_draft - p_target||_1 (not halved), each (rows,) fp32.
+    """CE = -log p_draft(label) and L1 = ||p_draft - p_target||_1 (not halved), each (rows,) fp32, without gradients.
 
     Args:
         teacher: (rows, hidden), the target's. columns: (rows,) long, labels in the draft's vocabulary, negative: outside it.
         hidden: (rows, hidden), the draft's. features: (rows, rank), what the Markov head's W2 multiplies; None: rank 0.
     """
-    logits = draft.base_logits(hidden)
-    if features is not None:
-        logits = logits + draft.markov_head.bias(features)
-    log_law = logits.float().log_softmax(dim=-1)
-    ce = -log_law.gather(-1, columns.clamp(min=0)[:, None])[:, 0]
-    reduced = draft.config.draft_vocab_size is not None
-    with torch.no_grad():
-        target_logits = draft.tables.logits(teacher).to(hidden.device).float()
-        log_norm = target_logits.logsumexp(dim=-1, keepdim=True)
-        if reduced:
-            target_logits = target_logits[:, draft.target_ids(torch.arange(log_law.shape[-1], device=hidden.device))]
-        target_law = (target_logits - log_norm).exp_()
-    l1 = (log_law.exp() - target_law).abs().sum(dim=-1)
-    return ce, l1 + (1 - target_law.sum(dim=-1)) if reduced else l1
+    logits, _ = _draft_logits(draft, hidden, features)
+    losses, _ = _law_losses(draft, logits, teacher, columns)
+    return losses[0], losses[1]
 
 
 def expected_tokens_per_round(acceptance: torch.Tensor, slot_mask: torch.Tensor, num_anchors: torch.Tensor | None = None) -> torch.Tensor:
@@ -172,19 +171,84 @@ def _weighted_losses(draft, inputs, teacher, columns, coefficients, num_rows: in
     losses = torch.zeros_like(coefficients)
     for start in range(0, len(teacher), num_rows):
         part = slice(start, start + num_rows)
-        leaves = [value[part].detach().requires_grad_(training) for value in inputs]
-        chunk = torch.stack(slot_losses(draft, teacher[part], columns[part], *leaves))
-        losses[:, part] = chunk.detach()
-        if training:
-            found = torch.autograd.grad((coefficients[:, part] * chunk).sum(), [*leaves, *parameters])
-            for i, gradient in enumerate(found):
-                (gradients[i][part] if i < len(inputs) else gradients[i]).add_(gradient)
+        chunk = [value[part].detach().requires_grad_(training) for value in inputs]
+        sums = [*(gradient[part] for gradient in gradients[: len(inputs)]), *gradients[len(inputs) :]]
+        losses[:, part] = _chunk_losses(draft, chunk, parameters, teacher[part], columns[part], coefficients[:, part] if training else None, sums)
     total = (coefficients * losses).sum()
     if training:
         # A term of value 0 whose gradient is the one at hand.
         carrier = sum((value * gradient).sum() for value, gradient in zip((*inputs, *parameters), gradients))
         total = total + (carrier - carrier.detach())
     return total, *losses
+
+
+def _chunk_losses(draft, inputs, parameters, teacher, columns, coefficients, gradients) -> torch.Tensor:
+    """(CE and L1 (2, rows) of a chunk); with `coefficients` (2, rows) its gradients are added to those of `inputs` and `parameters`.
+
+    A function of its own, at whose end nothing over the vocabulary is left.
+    """
+    logits, edges = _draft_logits(draft, *inputs)
+    with torch.no_grad():
+        losses, gradient = _law_losses(draft, logits, teacher, columns, coefficients)
+    del logits  # of the two tensors over the vocabulary, one is left
+    if coefficients is not None:
+        found = torch.autograd.grad(list(edges), [*inputs, *parameters], [gradient.to(dtype) for dtype in edges.values()])
+        for gradient_sum, value in zip(gradients, found):
+            gradient_sum.add_(value)
+    return losses
+
+
+def _draft_logits(draft: DSparkDraftModel, hidden: torch.Tensor, features: torch.Tensor | None = None) -> tuple[torch.Tensor, dict]:
+    """(logits (rows, vocab) fp32 in memory of their own, where in the graph the terms that they sum come from, with each one's dtype)."""
+    terms = [draft.base_logits(hidden)]
+    if features is not None:
+        terms.append(draft.markov_head.bias(features))
+    edges = {get_gradient_edge(term): term.dtype for term in terms if term.requires_grad}
+    if features is None:
+        return terms[0].detach().to(torch.float32, copy=True), edges
+    # The Markov head's product is nobody else's, and no gradient reads it: it may be written over.
+    return terms[1].detach().float().add_(terms[0].detach()), edges
+
+
+def _law_losses(
+    draft: DSparkDraftModel, logits: torch.Tensor, teacher: torch.Tensor, columns: torch.Tensor, coefficients: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(CE and L1 (2, rows), the gradient (rows, vocab) of their sum weighted by `coefficients` (2, rows) for the draft's logits or None).
+
+    `logits` (rows, vocab) fp32, the draft's, are written over: one more tensor of this size is all that is alive at a time. With
+    p = softmax(logits), d CE = p - [label], d L1 = p * (s - p . s), s = sign(p - p_target).
+    """
+    labels = columns.clamp(min=0)[:, None]
+    label_logits = logits.gather(-1, labels)
+    ce = (_softmax_(logits) - label_logits)[:, 0]
+    difference = draft.tables.logits(teacher).to(logits.device).float()
+    _softmax_(difference)
+    outside = 0.0
+    if draft.config.draft_vocab_size is not None:
+        difference = difference[:, draft.target_ids(torch.arange(logits.shape[-1], device=logits.device))]
+        outside = 1 - difference.sum(dim=-1)
+    torch.sub(logits, difference, out=difference)
+    losses = torch.stack([ce, torch.linalg.vector_norm(difference, ord=1, dim=-1) + outside])
+    if coefficients is None:
+        return losses, None
+    ce_weights, l1_weights = coefficients[..., None]
+    signs = difference.sign_()
+    mean_sign = torch.bmm(logits[:, None], signs[..., None])[:, 0]  # (rows, 1)
+    gradient = signs.sub_(mean_sign).mul_(l1_weights).add_(ce_weights).mul_(logits)
+    return losses, gradient.scatter_add_(-1, labels, -ce_weights)
+
+
+def _softmax_(logits: torch.Tensor) -> torch.Tensor:
+    """Turns `logits` (rows, vocab) into their softmax, in place; returns the logarithm of the norm, (rows, 1)."""
+    largest = logits.amax(dim=-1, keepdim=True)
+    norm = logits.sub_(largest).exp_().sum(dim=-1, keepdim=True)
+    logits.div_(norm)
+    return largest + norm.log_()
+
+
+def _in_slots(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """`values` (rows,) at the slots where `mask` (batch, anchors, block) is True, else 0."""
+    return torch.zeros_like(mask, dtype=torch.float32).masked_scatter(mask, values)
 
 
 def _draft_columns(draft: DSparkDraftModel, labels: torch.Tensor) -> torch.Tensor:

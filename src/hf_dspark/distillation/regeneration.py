@@ -1,92 +1,224 @@
 """Text written by the target itself, to train a draft on what it will have to predict: `hf-dspark regenerate RECIPE.yaml`."""
 
-import json
-import os
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils import logging
 
+from hf_dspark.distillation.answers import CUT, EMPTY, LOOPING
+from hf_dspark.distillation.conversations import ChatTemplate
 from hf_dspark.distillation.corpus import held_out_split, stdlib_modules
-from hf_dspark.generation.queue import generate_many
+from hf_dspark.distillation.data import load_source
+from hf_dspark.distillation.dialogues import Dialogue, find_prompts, read_dialogues
+from hf_dspark.distillation.provenance import PROVENANCE_COLUMN, chat_template_sha256, row_provenance, sampling_in_words
+from hf_dspark.distillation.regeneration_arguments import RegenerationArguments
+from hf_dspark.distillation.row_journal import RowJournal
+from hf_dspark.distillation.sampling import Sampling
+from hf_dspark.distillation.server import ChatServer, read_api_key
+from hf_dspark.distillation.writers import ServerWriter, TargetWriter
+from hf_dspark.modeling import DSparkDraftModel
+from hf_dspark.modeling.uploading import public_name
 
 __all__ = ["RegenerationArguments", "regenerate"]
 
-
-@dataclass
-class RegenerationArguments:
-    """Options of `hf-dspark regenerate`: the training modules of the standard library, continued by the target."""
-
-    target: str = field(metadata={"help": "Folder or hub id of the target model."})
-    output_file: str = field(metadata={"help": "JSONL file to write: one row of `input_ids` a line, prompt and continuation."})
-    num_rows: int = field(default=4096, metadata={"help": "Rows to write."})
-    prompt_tokens: int = field(default=32, metadata={"help": "Tokens of corpus text that a row starts with, cut at random places."})
-    new_tokens: int = field(default=224, metadata={"help": "Tokens that the target adds."})
-    greedy_share: float = field(default=0.5, metadata={"help": "Share of the rows written greedily; the others are sampled at temperature 1."})
-    batch_size: int = field(default=128, metadata={"help": "Rows written at a time."})
-    num_held_out: int = field(default=96, metadata={"help": "Modules of the corpus that are left alone (as in the target's recipe)."})
-    seed: int = field(default=0, metadata={"help": "Seed of prompts and sampling."})
-
-    def __post_init__(self):
-        if not 0.0 <= self.greedy_share <= 1.0:
-            raise ValueError(f"greedy_share must lie in [0, 1], got {self.greedy_share}")
-        for name in ("num_rows", "prompt_tokens", "new_tokens", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+# If so many rows fail before the first succeeds, the others would not fare better.
+_HOPELESS_FAILURES = 32
 
 
 def regenerate(args: RegenerationArguments) -> Path:
     """Writes `args.output_file`, and nothing under that name before all rows are there; an interrupted run goes on where it stopped.
 
-    A row depends on its number, the seed and the target alone.
+    Rows of conversations and prompts: in process `input_ids` (tokens,) with a `loss_mask` (tokens,) of 0 and 1, the very tokens that the
+    target read and wrote, since its text may be split otherwise when it is read again, and chat templates end cut answers and drop
+    reasoning; through a server `messages`. Rows of 'stdlib': `input_ids` alone. All have their `provenance` (provenance.py). A row depends
+    on its number, the seed and the target alone, as far as the target's forward does not round otherwise in another batch.
+
+    A row that can't be answered is written to `<output_file>.failures.jsonl`; the same command asks for these again.
 
     Raises:
-        OSError: there is no such target.
+        ValueError: options, data or an output file that don't work; no row could be answered.
+        OSError: there is no such target, or nobody answers at the server.
+        KeyboardInterrupt: after Ctrl-C; the rows that were finished are kept.
     """
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype="float32").eval()
-    prompts = _prompts(tokenizer, args)
-    output = Path(args.output_file)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = output.with_name(output.name + ".unfinished")
-    num_done = _keep_whole_rows(unfinished, prompts)
-    num_greedy = int(args.greedy_share * args.num_rows)
-    waiting = [{"input_ids": prompts[i], "do_sample": i >= num_greedy, "seed": args.seed * args.num_rows + i} for i in range(num_done, args.num_rows)]
-    options = dict(max_new_tokens=args.new_tokens, top_k=0, top_p=1.0, temperature=1.0)
-    with unfinished.open("a", encoding="utf-8") as file:
-        for completion in generate_many(target, None, waiting, max_concurrency=args.batch_size, **options):
-            if completion.error is not None:
-                raise completion.error
-            file.write(json.dumps({"input_ids": completion.output[0].tolist()}) + "\n")
-            num_done += 1
-    if num_done < args.num_rows:
-        raise KeyboardInterrupt(f"{num_done} of {args.num_rows} rows are kept in {unfinished}; the same command goes on with the others")
-    os.replace(unfinished, output)
-    print(f"wrote {args.num_rows} rows to {output}")
-    return output
+    run = _Run(args)
+    try:
+        with logging.tqdm(total=run.num_rows, desc="answering", unit="row", disable=None) as bar:
+            for dialogue, error in run.writer().answer_all(run.dialogues(bar)):
+                run.keep(dialogue, error)
+                bar.update()
+        if not run.is_complete:
+            raise KeyboardInterrupt(run.journal.resume_hint(run.num_rows))
+        return run.finish()
+    except (KeyboardInterrupt, OSError):
+        if len(run.journal):
+            print(run.journal.resume_hint(run.num_rows))
+        raise
+    finally:
+        run.journal.close()
 
 
-def _prompts(tokenizer, args: RegenerationArguments) -> list[list[int]]:
+class _Run:
+    """What a run reads, and what has come of it so far."""
+
+    def __init__(self, args: RegenerationArguments):
+        self.args, self.is_stdlib = args, args.dataset == "stdlib"
+        api_key = read_api_key(args.api_key_env)
+        self.revision = getattr(AutoConfig.from_pretrained(args.target), "_commit_hash", None)
+        self.tokenizer = AutoTokenizer.from_pretrained(args.target)
+        self.sampling = Sampling.of_run(_generation_config(args.target), args)
+        self.rows = None if self.is_stdlib else load_source(args.dataset, args)
+        self.column = None if self.is_stdlib else find_prompts(self.rows, args.dataset_column, args.dataset)
+        self.chat = ChatTemplate(self.tokenizer, args.enable_thinking) if self._is_chat() else None
+        available = len(self.rows) if hasattr(self.rows, "__len__") else None
+        self.num_rows = args.num_rows if available is None else min(available, args.num_rows or available)
+        self.num_asked = self.num_answered = self.num_without_prompt = 0
+        self.is_read, self.first_error = False, None
+        settings = self._facts(args.dataset, target=args.target, target_revision=self.revision, prompt_tokens=args.prompt_tokens)
+        self.journal = RowJournal(Path(args.output_file), settings)
+        self.server = None
+        if args.server is not None:
+            options = dict(api_key=api_key, timeout=args.request_timeout, max_retries=args.max_retries)
+            self.server = ChatServer(args.server, args.server_model or args.target, **options)
+        print(f"answers: {sampling_in_words(self._facts(args.dataset))}, up to {args.new_tokens} new tokens")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every row was read and has been answered, or has failed."""
+        return self.is_read and self.num_answered == self.num_asked
+
+    def dialogues(self, bar) -> Iterator[Dialogue]:
+        """What is not answered yet; `bar` moves on by what is."""
+        if self.is_stdlib:
+            read = (Dialogue(i, prompt_ids=ids) for i, ids in enumerate(_stdlib_prompts(self.tokenizer, self.args)))
+        else:
+            continued = self.tokenizer if self.chat is None else None
+            read = read_dialogues(self.rows, self.column, self.args.answered_turns, continued, self.args.prompt_tokens)
+        for number, dialogue in enumerate(islice(read, self.num_rows)):
+            if dialogue is not None and self.journal.fingerprints.get(number) != dialogue.fingerprint():
+                self.journal.forget(number)
+                self.num_asked += 1
+                yield dialogue
+                continue
+            self.num_without_prompt += dialogue is None
+            bar.update()
+        self.is_read = True
+
+    def writer(self) -> TargetWriter | ServerWriter:
+        """Who answers: the server, if it is there, or the target, loaded."""
+        if self.server is not None:
+            self.server.check()
+            return ServerWriter(self.server, self.tokenizer, self.chat, self.sampling, self.args)
+        device = self.args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        dtype = self.args.dtype if self.args.dtype == "auto" else getattr(torch, self.args.dtype)
+        target = AutoModelForCausalLM.from_pretrained(self.args.target, dtype=dtype).eval().to(device)
+        draft = None if self.args.draft is None else DSparkDraftModel.from_pretrained(self.args.draft, dtype=target.dtype).to(device)
+        return TargetWriter(target, self.tokenizer, self.chat, self.sampling, self.args, draft)
+
+    def keep(self, dialogue: Dialogue, error: Exception | None) -> None:
+        """Writes down what has come of a dialogue.
+
+        Raises:
+            ValueError: nothing but failures so far.
+        """
+        self.num_answered += 1
+        if error is None:
+            entry = {"rows": dialogue.rows, "verdicts": dialogue.verdicts, "num_new_tokens": dialogue.num_new_tokens}
+            self.journal.add(dialogue.row, dialogue.fingerprint(), entry)
+            return
+        words = f"{type(error).__name__}: {error}" if self.server is None else str(error)
+        self.journal.add_failure(dialogue.row, words)
+        self.first_error = self.first_error or words
+        if self.journal.num_failed == self.num_answered >= _HOPELESS_FAILURES:
+            raise ValueError(f"none of the first {_HOPELESS_FAILURES} rows could be answered; the first failed with {self.first_error}")
+
+    def finish(self) -> Path:
+        """Makes the output file of all rows that have come, and says what they are.
+
+        Raises:
+            ValueError: there are none.
+        """
+        counts, num_rows, num_tokens = Counter(), 0, 0
+        for entry in self._entries():
+            counts.update(entry["verdicts"])
+            num_rows += len(entry["rows"])
+            num_tokens += entry["num_new_tokens"]
+        if num_rows == 0:
+            causes = f"{self.num_without_prompt} of {self.num_asked + self.num_without_prompt} rows have no user turn, or no text; "
+            causes += f"{counts[EMPTY]} answers are empty, {counts[LOOPING] + counts[CUT]} degenerate; {self.journal.num_failed} rows failed"
+            causes += f", first with {self.first_error}" if self.first_error else ""
+            raise ValueError(f"no row of {self.args.dataset!r} was answered: {causes}")
+        known = {"rows": num_rows, "answers": counts.total(), **{name: counts[name] for name in (LOOPING, CUT, EMPTY)}}
+        facts = self._facts(public_name(self.args.dataset), counts={**known, "failed": self.journal.num_failed})
+        self.journal.finish(self._output_rows(row_provenance(self.args.target, self.revision, **facts)))
+        print(f"wrote {num_rows:,} rows to {self.journal.output}: {counts.total():,} answers, {num_tokens:,} new tokens{self._remarks(counts)}")
+        return self.journal.output
+
+    def _output_rows(self, provenance: str) -> Iterator[dict]:
+        for entry in self._entries():
+            number = {} if self.is_stdlib else {"row": entry["row"]}
+            for row in entry["rows"]:
+                yield {**number, **row, PROVENANCE_COLUMN: provenance}
+
+    def _entries(self) -> Iterator[dict]:
+        return (entry for entry in self.journal.entries() if self.num_rows is None or entry["row"] < self.num_rows)
+
+    def _remarks(self, counts: Counter) -> str:
+        dropped, kept = " (left out)", " (kept; drop_degenerate: true leaves them out)"
+        what = dropped if self.args.drop_degenerate else kept
+        remarks = [f"{counts[LOOPING]:,} loop{what if counts[LOOPING] else ''}"]
+        if self.chat is not None:
+            remarks.append(f"{counts[CUT]:,} cut at new_tokens={self.args.new_tokens}{what if counts[CUT] else ''}")
+        remarks.append(f"{counts[EMPTY]:,} empty{dropped if counts[EMPTY] else ''}")
+        if self.num_without_prompt:
+            remarks.append(f"{self.num_without_prompt:,} rows without a user turn or text (left out)")
+        if failed := self.journal.num_failed:
+            remarks.append(f"{failed:,} rows failed, see {self.journal.failures}; the same command asks for these again")
+        return "; " + "; ".join(remarks)
+
+    def _is_chat(self) -> bool:
+        if self.is_stdlib or self.args.apply_chat_template is False:
+            return False
+        is_text = isinstance(next(iter(self.rows))[self.column], str)
+        return not is_text or self.tokenizer.chat_template is not None or self.args.apply_chat_template is True or self.args.server is not None
+
+    def _facts(self, dataset: str, **more) -> dict:
+        """What the rows depend on."""
+        args = self.args
+        facts = {
+            "mode": "in process" if args.server is None else "server",
+            "dataset": dataset,
+            "dataset_config": args.dataset_config,
+            "dataset_split": None if self.is_stdlib else args.dataset_split,
+            "dataset_column": self.column,
+            "num_rows": args.num_rows if self.is_stdlib else None,
+            "answered_turns": None if self.chat is None else args.answered_turns,
+            "sampling": self.sampling.options,
+            "greedy_share": args.greedy_share,
+            "new_tokens": args.new_tokens,
+            "enable_thinking": args.enable_thinking,
+            "chat_template_sha256": None if self.chat is None else chat_template_sha256(self.tokenizer),
+            "drop_degenerate": args.drop_degenerate,
+            "degenerate_share": args.degenerate_share,
+            "seed": args.seed,
+        }
+        return {**facts, **more}
+
+
+def _generation_config(target: str) -> GenerationConfig:
+    try:
+        return GenerationConfig.from_pretrained(target)
+    except OSError:
+        return GenerationConfig()  # the target has none
+
+
+def _stdlib_prompts(tokenizer: PreTrainedTokenizerBase, args: RegenerationArguments) -> list[list[int]]:
     """Pieces of the corpus, cut at random places."""
     train, _ = held_out_split(stdlib_modules(), args.num_held_out)
     stream = [token for ids in tokenizer(list(train.values()), add_special_tokens=False)["input_ids"] for token in [tokenizer.bos_token_id, *ids]]
     places = torch.Generator().manual_seed(args.seed)
     starts = torch.randint(len(stream) - args.prompt_tokens, (args.num_rows,), generator=places).tolist()
     return [stream[start : start + args.prompt_tokens] for start in starts]
-
-
-def _keep_whole_rows(unfinished: Path, prompts: list[list[int]]) -> int:
-    """Cuts what an interrupted run wrote after its last whole row that continues its prompt; returns how many rows stay."""
-    if not unfinished.exists():
-        return 0
-    kept = []
-    for line, prompt in zip(unfinished.read_text(encoding="utf-8").split("\n")[:-1], prompts):
-        try:
-            if json.loads(line)["input_ids"][: len(prompt)] != prompt:
-                break
-        except (ValueError, KeyError, TypeError):
-            break
-        kept.append(line + "\n")
-    unfinished.write_text("".join(kept), encoding="utf-8")
-    return len(kept)

@@ -1,16 +1,25 @@
 """A Trainer whose model is the draft; the target stands beside it and is only asked."""
 
+import copy
 from pathlib import Path
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_dspark.distillation.arguments import DistillationArguments
 from hf_dspark.distillation.blocks import Blocks, block_hidden_states, make_blocks
+from hf_dspark.distillation.clock import TrainingClock
 from hf_dspark.distillation.collator import BlockCollator, pack_rows
-from hf_dspark.distillation.features import target_features
+from hf_dspark.distillation.evaluation import accepted_length, decodes, random_state_kept, slot_metrics, slot_sums
+from hf_dspark.distillation.feature_cache import NumberedRows
+from hf_dspark.distillation.feature_writing import open_feature_cache
+from hf_dspark.distillation.features import TargetFeatures, target_features
 from hf_dspark.distillation.first_batch import check_first_batch, check_optimizer
 from hf_dspark.distillation.losses import LossTerms, Normalisers, dspark_loss, normalisers
+from hf_dspark.distillation.resumption import checkpoint_to_resume, forget_whole
+from hf_dspark.distillation.subspace import FoldSubspace
 from hf_dspark.hub import DraftCard, upload_draft, write_draft_card
 from hf_dspark.modeling import DSparkDraftModel
 
@@ -35,9 +44,11 @@ class EpochCallback(TrainerCallback):
 class DSparkTrainer(Trainer):
     """Distils `target` into `model`, a [`DSparkDraftModel`] (bare or PEFT-wrapped), on rows of `input_ids` (and `loss_mask`, `sample`).
 
-    The target's features are computed online. It is frozen and set to eval mode, moved to the draft's device unless it is spread
-    over several, and neither saved nor optimised. Logs ce, l1, confidence and tau (estimated tokens a round) beside the loss: means
-    over the slots of a whole step (all accumulated batches of all processes), or of a whole evaluation.
+    The target's features are computed online or, with `args.features` "cached", read from a folder that is filled first; evaluations
+    compute theirs online. `chat_template`, by which the rows were rendered, is one of the things that a cache is checked for. The target
+    is frozen and set to eval mode, moved to the draft's device unless it is spread over several, and neither saved nor optimised. Logs
+    ce, l1, confidence and tau (estimated tokens a round) beside the loss: means over the slots of a whole step (all accumulated batches
+    of all processes), or of a whole evaluation.
 
     Raises:
         ValueError: the draft does not fit the target; in the first batch, no anchor, or features that are not the target's own (see
@@ -47,7 +58,7 @@ class DSparkTrainer(Trainer):
     # The loss is a batch's share of the mean over the step: nothing is left to divide.
     loss_is_scaled_for_ga = True
 
-    def __init__(self, model: DSparkDraftModel, target: PreTrainedModel, args: DistillationArguments, **kwargs):
+    def __init__(self, model: DSparkDraftModel, target: PreTrainedModel, args: DistillationArguments, chat_template: str | None = None, **kwargs):
         options = {"num_anchors": args.num_anchors, "pad_token_id": model.config.pad_token_id or 0}
         collator = BlockCollator(seed=args.seed, packing=args.packing, **options)
         # Its seed and epoch never change: evaluations of all runs see the same anchors.
@@ -58,7 +69,9 @@ class DSparkTrainer(Trainer):
             # One process can't read a stream for all of them: batches differ in width.
             args.accelerator_config.dispatch_batches = False
         super().__init__(model=model, args=args, data_collator=collator, **kwargs)
+        self.clock = TrainingClock()
         self.add_callback(EpochCallback(collator))
+        self.add_callback(self.clock)
         self.target = target.requires_grad_(False).eval()
         if not hasattr(target, "hf_device_map"):
             self.target.to(args.device)
@@ -70,7 +83,18 @@ class DSparkTrainer(Trainer):
             )
         self._term_names = ["ce", "l1", "tau", *(["confidence"] if model.config.enable_confidence_head else [])]
         self._first_step_checked, self._first_batch_checked = False, False
+        self.feature_cache = None
+        if args.features == "cached" and self.train_dataset is not None:
+            self._open_feature_cache(chat_template)
         self._reset_sums()
+
+    def train(self, resume_from_checkpoint=None, **kwargs):
+        """transformers', which goes on from a whole checkpoint alone (see resumption.py).
+
+        Raises:
+            ValueError: there is no checkpoint to resume from, or it is torn.
+        """
+        return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), **kwargs)
 
     def get_eval_dataloader(self, eval_dataset=None):
         """transformers', whose rows get the same anchors at every evaluation."""
@@ -120,29 +144,42 @@ class DSparkTrainer(Trainer):
         ones = Normalisers(*torch.ones(3, device=self.args.device))
         with torch.no_grad(), self.compute_loss_context_manager():
             terms = self._losses(model, inputs, ones)
-        totals = normalisers(draft, self._blocks(draft, inputs), self.args.loss_weights)
+        blocks = self._blocks(draft, inputs)
+        totals = normalisers(draft, blocks, self.args.loss_weights)
         self._eval_sums += torch.cat([self._stacked(terms), torch.stack(totals)])
+        self._slot_sums = self._slot_sums + slot_sums(blocks.slot_mask, terms.slot_acceptance, terms.slot_confidence)
         return terms.total.detach() / totals.slots.clamp(min=1e-8), None, None
 
-    def evaluation_loop(self, *args, metric_key_prefix="eval", **kwargs):
-        """transformers' loop, with the loss and its terms (`eval_loss`, `eval_tau`, ...) as means over all slots, however batched.
+    def evaluation_loop(self, dataloader, *args, metric_key_prefix="eval", **kwargs):
+        """transformers' loop, with the loss and its terms (`eval_loss`, `eval_tau`, ...) as means over all slots, however batched; the
+        accepted length of decoding, acceptance by slot and confidence bias (see evaluation.py); and `eval_train_seconds`, the time of
+        training so far.
 
         Raises:
             ValueError: the rows have no anchor.
         """
-        num_terms = len(self._term_names)
-        self._eval_sums = torch.zeros(num_terms + 3, device=self.args.device)
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        with self.clock.paused(), random_state_kept():
+            self._eval_sums = torch.zeros(len(self._term_names) + 3, device=self.args.device)
+            self._slot_sums = torch.zeros((), device=self.args.device)
+            output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
+            metrics = self._eval_means()
+            if decodes(self):
+                metrics |= accepted_length(self.model, self.target, dataloader.dataset, self.args, self.accelerator)
+            metrics["train_seconds"] = self.clock.seconds
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
+        return output
+
+    def _eval_means(self) -> dict[str, float]:
+        """Means over all slots of an evaluation, of all processes."""
+        num_terms, weights = len(self._term_names), self.args.loss_weights
         sums = self.accelerator.reduce(self._eval_sums, reduction="sum")
         totals = Normalisers(*sums[num_terms:])
         if not totals.anchors > 0:
             raise ValueError("the rows to evaluate have no anchor: no two neighbouring tokens are supervised by their loss_mask")
         divisors = {"ce": totals.ce, "l1": totals.slots, "tau": totals.anchors, "confidence": totals.slots}
         means = {name: (value / divisors[name].clamp(min=1e-8)).item() for name, value in zip(self._term_names, sums)}
-        weights = self.args.loss_weights
         means["loss"] = weights.ce * means["ce"] + weights.l1 * means["l1"] + weights.confidence * means.get("confidence", 0.0)
-        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in means.items()})
-        return output
+        return means | slot_metrics(self.accelerator.reduce(self._slot_sums, reduction="sum"), "confidence" in means)
 
     def log(self, logs, start_time=None):
         """Adds the mean of each term over the steps since the last training log, and how many rows had no anchor, if any."""
@@ -154,6 +191,15 @@ class DSparkTrainer(Trainer):
             self._reset_sums()
         super().log(logs, start_time)
 
+    def whole_draft(self) -> DSparkDraftModel:
+        """The draft with all its weights: itself, or where FSDP spreads them over processes a copy. All processes must call it."""
+        draft = self.accelerator.unwrap_model(self.model)
+        if not self.is_fsdp_enabled:
+            return draft
+        whole = DSparkDraftModel(copy.deepcopy(draft.config))
+        whole.load_state_dict({name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in draft.state_dict().items()})
+        return whole.bind(self.target)
+
     def create_optimizer(self, model=None):
         """transformers' optimizer, checked to hold the draft's trainable parameters and nothing else."""
         optimizer = super().create_optimizer(model)
@@ -163,14 +209,33 @@ class DSparkTrainer(Trainer):
 
     def _losses(self, model, inputs: dict[str, torch.Tensor], totals: Normalisers | None) -> LossTerms:
         draft = self.accelerator.unwrap_model(model)
-        layer_ids = draft.config.target_layer_ids
-        features = target_features(self.target, inputs["input_ids"], inputs["attention_mask"], layer_ids, inputs.get("position_ids"))
+        is_cached = self.feature_cache is not None and "cached_rows" in inputs
+        features = self.feature_cache.features(inputs, self._target_features) if is_cached else self._target_features(inputs)
         if not self._first_batch_checked:
-            check_first_batch(draft, self.target, inputs, features)
+            check_first_batch(draft, self.target, inputs, self._target_features(inputs) if is_cached else features)
             self._first_batch_checked = True
         blocks = self._blocks(draft, inputs)
-        hidden = block_hidden_states(draft, features.hidden_states, blocks, model)
-        return dspark_loss(draft, hidden, features.last_hidden, blocks, self.args.loss_weights, totals=totals)
+
+        def losses(draft: DSparkDraftModel) -> LossTerms:
+            hidden = block_hidden_states(draft, features.hidden_states, blocks)
+            return dspark_loss(draft, hidden, features.last_hidden, blocks, self.args.loss_weights, totals=totals)
+
+        return model(within=losses)
+
+    def _target_features(self, inputs: dict[str, torch.Tensor]) -> TargetFeatures:
+        layer_ids = self.model.config.target_layer_ids
+        return target_features(self.target, inputs["input_ids"], inputs["attention_mask"], layer_ids, inputs.get("position_ids"))
+
+    def _open_feature_cache(self, chat_template: str | None) -> None:
+        def compute(rows: list[dict]) -> TargetFeatures:
+            with self.compute_loss_context_manager():
+                return self._target_features(self._prepare_inputs(self.data_collator(rows)))
+
+        rows, layer_ids = self.train_dataset, self.model.config.target_layer_ids
+        self.train_dataset = NumberedRows(rows)
+        self.feature_cache = open_feature_cache(rows, self.args, self.target, layer_ids, compute, chat_template)
+        if self.feature_cache.coding.subspace is not None:
+            self.add_callback(FoldSubspace(self.model, self.feature_cache.coding.subspace))
 
     def _blocks(self, draft: DSparkDraftModel, inputs: dict[str, torch.Tensor]) -> Blocks:
         size, mask_id = draft.config.block_size, draft.config.mask_token_id
@@ -200,6 +265,23 @@ class DSparkTrainer(Trainer):
     def _stacked(self, terms: LossTerms) -> torch.Tensor:
         values = {"ce": terms.ce, "l1": terms.l1, "tau": terms.tokens_per_round, "confidence": terms.confidence}
         return torch.stack([values[name] for name in self._term_names])
+
+    def _save_checkpoint(self, model, trial):
+        if self.args.should_save:
+            forget_whole(Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir):
+        super()._save_rng_state(output_dir)
+        # What marks the checkpoint as whole comes after the files of all processes.
+        self.accelerator.wait_for_everyone()
+
+    def _load_best_model(self):
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled or not isinstance(self.model, DSparkDraftModel):
+            return super()._load_best_model()
+        # Checked as any checkpoint is, and copied into the draft at hand, which stays bound to its target.
+        best = DSparkDraftModel.from_pretrained(self.state.best_model_checkpoint, dtype=torch.float32)
+        self.model.load_state_dict(best.state_dict())
 
     def create_model_card(self, **kwargs):
         """Writes this library's card to `output_dir`, where transformers would write its own."""

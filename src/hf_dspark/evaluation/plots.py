@@ -1,11 +1,11 @@
-"""Pictures: how often each draft position is accepted and what that is worth in speed; tokens a second under load."""
+"""Pictures: how often each draft position is accepted and what that is worth in speed; tokens a second under load; tau by training time."""
 
 import os
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["plot_load", "plot_pair"]
+__all__ = ["plot_load", "plot_pair", "plot_training"]
 
 _BLUE, _GREY, _TEXT = "#2a6f97", "#b8bfc6", "#333a40"
 _LINES = ("#8a939c", "#b08968", _BLUE, "#d1495b", "#e9a03b", "#3b8b5c", "#7b5ea7")
@@ -54,6 +54,34 @@ def plot_load(path: str | os.PathLike, panels: dict[str, dict[str, dict[int, flo
         colours = {way: _LINES[index % len(_LINES)] for index, way in enumerate(ways)}
         for index, (title, lines) in enumerate(panels.items()):
             _draw_load(figure.add_subplot(num_rows, num_columns, index + 1), title, lines, colours)
+        figure.savefig(path, dpi=150)
+    return Path(path)
+
+
+def plot_training(path: str | os.PathLike, lines: dict[str, list[tuple[float, float]]]) -> Path:
+    """Draws tokens a round against training time and saves it at `path`.
+
+    Args:
+        lines: by label, points (minutes, tokens a round); the first is the one that counts.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    with _without_font_cache():
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots()
+        for (label, points), colour in zip(lines.items(), (_BLUE, "#d1495b", _GREY)):
+            minutes, tau = zip(*points)
+            axes.plot(minutes, tau, color=colour, marker="o", markersize=4, linewidth=1.6, label=label)
+        axes.set_xlim(left=0)
+        axes.set(xlabel="minutes of training", ylabel="tokens a round (1: no draft accepted)")
+        axes.set_title("Held-out text", loc="left", fontsize=11, color=_TEXT)
+        axes.legend(frameon=False, fontsize=9, labelcolor=_TEXT)
+        _tidy(axes)
         figure.savefig(path, dpi=150)
     return Path(path)
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shlex
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_dspark.hub.engines import engine_command, engine_obstacles
 from hf_dspark.modeling import DSparkConfig, DSparkDraftModel
-from hf_dspark.modeling.uploading import TAGS, is_hub_id
+from hf_dspark.modeling.uploading import TAGS, is_hub_id, public_name, without_paths
 
 __all__ = ["DraftCard", "write_draft_card"]
 
@@ -54,7 +55,7 @@ class DraftCard:
         sampling: how it wrote them, in words.
         chat_template_sha256: of the template that rendered the conversations.
         calibration: how the confidence estimates were calibrated, in words; None: they were not.
-            These last four are taken from the report where they are None and it has them.
+            These last four are taken from the report where they are None and it has them, then from the `training_data` of the draft's config.
 
     Raises:
         ValueError: regenerated_share lies outside [0, 1].
@@ -113,15 +114,18 @@ def _render(wrapped: DSparkDraftModel | PeftModel, card: DraftCard) -> str:
     draft = wrapped.get_base_model() if is_adapter else wrapped
     config, base = draft.config, draft.config.base_model_name_or_path
     adapted = wrapped.active_peft_config.base_model_name_or_path if is_adapter else None
+    metadata = _metadata(config, card, adapted).to_yaml()
+    base, adapted = (name and public_name(name) for name in (base, adapted))
+    base_title = base and base.removeprefix("./")
     target, names = _bound_target(draft), {"TARGET": base, "DRAFT": card.repo_id, **({"ADAPTED": adapted} if is_adapter else {})}
     revision = f" (revision `{config.base_model_revision}`)" if config.base_model_revision else ""
     engines = engine_obstacles(draft, target, is_adapter)
     environment = Environment(undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
     template = environment.from_string(files("hf_dspark.model_cards").joinpath("draft.md.jinja").read_text(encoding="utf-8"))
     return template.render(
-        metadata=_metadata(config, card, adapted).to_yaml(),
-        title=("Adapter of a DSpark draft" if is_adapter else "DSpark draft") + (f" for {base}" if base else ""),
-        base=f"`{base}`{revision}" if base else "the base model that it was trained for",
+        metadata=metadata,
+        title=("Adapter of a DSpark draft" if is_adapter else "DSpark draft") + (f" for {base_title}" if base else ""),
+        base=f"`{base_title}`{revision}" if base else "the base model that it was trained for",
         block_size=config.block_size,
         is_slim=not draft.stored_tables,
         is_adapter=is_adapter,
@@ -130,7 +134,7 @@ def _render(wrapped: DSparkDraftModel | PeftModel, card: DraftCard) -> str:
         engines=[(name, obstacles, engine_command(name, base or "TARGET", card.repo_id or "DRAFT", config)) for name, obstacles in engines.items()],
         engine_notes=_engine_notes(engines, target),
         acceptance=None if card.evaluation is None else _acceptance(config, card),
-        data=_data(card),
+        data=_data(card, config.to_dict().get("training_data") or {}),
         training=_training(card),
         shape=_shape(config, card),
         limits=_limits(config, card),
@@ -191,7 +195,7 @@ def _acceptance(config: DSparkConfig, card: DraftCard) -> dict:
     sampled = "sampled" if temperature is None else f"temperature {temperature:g}"
     conditions = [measured["dtype"], *(f"{name.replace('held_out', 'held-out').replace('_', ' ')} {value}" for name, value in options.items())]
     return {
-        "command": command,
+        "command": _public_command(command),
         "conditions": [*conditions, *([f"on {card.machine}"] if card.machine else [])],
         "rows": [_acceptance_row("greedy", measured["greedy"]), _acceptance_row(sampled, measured["sampled"])],
     }
@@ -206,13 +210,24 @@ def _acceptance_row(decoding: str, summary: dict) -> dict:
     return {"decoding": decoding, "tau": _figure(summary["tokens_per_round"]), "varied": varied, "acceptance": acceptance}
 
 
-def _data(card: DraftCard) -> list[tuple[str, str]]:
+def _public_command(command: str) -> str:
+    """`command` without paths of the machine it was given on."""
+    words = []
+    for word in shlex.split(command):
+        option, equals, value = word.partition("=") if word.startswith("--") else ("", "", word)
+        words.append(option + equals + without_paths(value))
+    return shlex.join(words)
+
+
+def _data(card: DraftCard, training_data: dict) -> list[tuple[str, str]]:
     thinking = card.arguments.get("enable_thinking")
+    share = training_data.get("regenerated_share") if card.regenerated_share is None else card.regenerated_share
+    template = card.chat_template_sha256 or training_data.get("chat_template_sha256")
     return _rows(
         ("dataset", ", ".join(_data_name(name) for name in _datasets(card)) or None),
-        ("written by the base model itself", None if card.regenerated_share is None else f"{100 * card.regenerated_share:.3g} % of the rows"),
-        ("how it wrote", card.sampling),
-        ("chat template (SHA-256)", card.chat_template_sha256 and f"`{card.chat_template_sha256}`"),
+        ("written by the base model itself", None if share is None else f"{100 * share:.3g} % of the rows"),
+        ("how it wrote", card.sampling or training_data.get("sampling")),
+        ("chat template (SHA-256)", template and f"`{template}`"),
         ("thinking", None if thinking is None else ("on" if thinking else "off")),
     )
 
@@ -286,4 +301,4 @@ def _read_json(path: str | Path) -> dict:
 
 
 def _dump(arguments: dict) -> str:
-    return json.dumps(arguments, indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(without_paths(arguments), indent=2, ensure_ascii=False) + "\n"
