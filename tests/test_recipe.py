@@ -42,6 +42,19 @@ def test_numbers_that_yaml_reads_as_text_are_numbers(recipe):
     assert read_recipe(Options, recipe("target: t\nlearning_rate: 1\n")).learning_rate == 1
 
 
+@pytest.mark.parametrize("default", ["bf16", "use_cache"])
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("words", ["{option}: {value}", '{option}: "{value}"'])
+def test_a_bool_is_what_the_file_or_the_flag_says_whatever_its_default(recipe, default, value, words):
+    path = recipe("target: t\n" + words.format(option=default, value=str(value).lower()) + "\n")
+    assert getattr(read_recipe(Options, path), default) is value
+    assert getattr(read_recipe(Options, path, [f"--{default}", str(not value).lower()]), default) is not value
+    assert getattr(read_recipe(Options, recipe("target: t\n"), [f"--{default}={value}"]), default) is value
+    for wrong in ("maybe", "3", "[true]"):
+        with pytest.raises(ValueError, match=f"{default} must be true or false, got"):
+            read_recipe(Options, recipe(f"target: t\n{default}: {wrong}\n"))
+
+
 def test_flags_replace_what_the_file_says_and_nothing_else(recipe):
     path = recipe("target: t\nmax_steps: 3\nlearning_rate: 0.5\nuse_cache: true\n")
     flags = ["--max_steps", "5", "--learning-rate=6e-4", "--bf16", "--layers", "0", "2", "--no_use_cache"]

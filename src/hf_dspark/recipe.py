@@ -7,6 +7,7 @@ from pathlib import Path
 
 import yaml
 from transformers import HfArgumentParser
+from transformers.hf_argparser import string_to_bool
 
 import hf_dspark.recipes
 
@@ -29,10 +30,11 @@ def read_recipe(argument_class: type, path: str, overrides: list[str] = ()):
         OSError: there is no such file.
     """
     parser = _FlagParser(argument_class, allow_abbrev=False, prog="RECIPE.yaml", usage="RECIPE.yaml [--option value ...]")
-    actions = {action.dest: action for action in parser._actions}
-    for action in actions.values():
-        # What is absent from the command line must not hide what the file says.
+    actions = {}
+    for action in parser._actions:
+        # What is absent from the command line must not hide what the file says. A bool has two flags, of which the first takes a value.
         action.default, action.required = argparse.SUPPRESS, False
+        actions.setdefault(action.dest, action)
     names = [field.name for field in fields(argument_class) if field.init]
     flags, unknown = parser.parse_known_args(list(overrides))
     if unknown:
@@ -42,7 +44,7 @@ def read_recipe(argument_class: type, path: str, overrides: list[str] = ()):
         if name not in names:
             raise ValueError(_unknown(str(name), f"in {path}", names))
         kind, is_list = actions[name].type, actions[name].nargs in ("+", "*") and isinstance(value, list)
-        values[name] = [_number(name, entry, kind, path) for entry in value] if is_list else _number(name, value, kind, path)
+        values[name] = [_typed(name, entry, kind, path) for entry in value] if is_list else _typed(name, value, kind, path)
     values |= vars(flags)
     required = [field.name for field in fields(argument_class) if field.init and field.default is MISSING and field.default_factory is MISSING]
     if missing := [name for name in required if name not in values]:
@@ -67,10 +69,17 @@ def _read_yaml(path: str) -> dict:
     return values
 
 
-def _number(name: str, value, kind, path: str):
-    """`value` for an option of the type `kind`. YAML reads 6e-4 as text, and a dataclass would keep it as text."""
-    if kind not in (int, float) or value is None:
+def _typed(name: str, value, kind, path: str):
+    """`value` for an option of the type `kind`. YAML reads 6e-4 and "false" as text, and a dataclass would keep them as text."""
+    if value is None or kind not in (int, float, string_to_bool):
         return value
+    if kind is string_to_bool:
+        if isinstance(value, bool):
+            return value
+        try:
+            return string_to_bool(value)
+        except (argparse.ArgumentTypeError, AttributeError):
+            raise ValueError(f"{path}: {name} must be true or false, got {value!r}") from None
     lossy = isinstance(value, bool) or (kind is int and isinstance(value, float) and not value.is_integer())
     try:
         if lossy or not isinstance(value, str | int | float):
