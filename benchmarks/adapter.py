@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as kept:
         folder = Path(kept if arguments.output is None else arguments.output)
         tuned = folder / "target"
-        if not (tuned / "config.json").exists():
+        if not (tuned / "tokenizer_config.json").exists():  # written last
             fine_tune(names[1], list(train.values()), tuned, arguments)
         if not (folder / "rows.jsonl").exists():
             write_rows(tuned, list(train.values()), folder / "rows.jsonl", arguments)
@@ -115,11 +115,15 @@ def write_rows(target: Path, texts: list[str], file: Path, arguments) -> None:
     stream = pack(tokenizer, texts, 32)
     places = torch.randint(len(stream), (arguments.rows,), generator=torch.Generator().manual_seed(0)).tolist()
     prompts = [{"input_ids": stream[place]["input_ids"], "do_sample": row % 2 == 1, "seed": row} for row, place in enumerate(places)]
+    num_written = 0
     with file.with_suffix(".unfinished").open("w", encoding="utf-8") as lines:
         for completion in generate_many(model, None, prompts, max_concurrency=128, max_new_tokens=arguments.new_tokens, top_k=0, top_p=1.0):
             if completion.error is not None:
                 raise completion.error
             lines.write(json.dumps({"input_ids": completion.output[0].tolist()}) + "\n")
+            num_written = completion.index + 1
+    if num_written < len(prompts):  # after Ctrl-C generate_many ends in good order
+        raise KeyboardInterrupt
     file.with_suffix(".unfinished").replace(file)
 
 

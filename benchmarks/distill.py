@@ -23,11 +23,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, s
 from hf_dspark.distillation import trainer as trainer_module
 from hf_dspark.distillation.arguments import DistillationArguments
 from hf_dspark.distillation.data import load_rows
-from hf_dspark.distillation.distill import draft_config, new_draft
+from hf_dspark.distillation.distill import starting_draft
+from hf_dspark.distillation.provenance import take_provenance
 from hf_dspark.distillation.trainer import DSparkTrainer
 from hf_dspark.evaluation.output import table, write_json
 from hf_dspark.evaluation.pairs import bundled_pair
-from hf_dspark.modeling import DSparkDraftModel
 from hf_dspark.recipe import read_recipe
 
 # What each part of a step is called in the trainer, and where it is looked up.
@@ -121,11 +121,9 @@ def measure(args: DistillationArguments, warmup: int) -> dict:
     set_seed(args.seed)
     target, tokenizer = AutoModelForCausalLM.from_pretrained(args.target, dtype="auto"), AutoTokenizer.from_pretrained(args.target)
     rows, _ = load_rows(args, tokenizer)
-    if args.init_draft is None:
-        draft = new_draft(draft_config(target, tokenizer, args), target, rows)
-    else:
-        draft = DSparkDraftModel.from_pretrained(args.init_draft, dtype=torch.float32)
-    trainer = DSparkTrainer(draft, target, args, train_dataset=rows)
+    rows, _ = take_provenance(rows)
+    draft = starting_draft(args, target, tokenizer, rows)
+    trainer = DSparkTrainer(draft, target, args, train_dataset=rows, chat_template=tokenizer.chat_template)
     watch = Stopwatch(warmup, args.device)
     trainer.add_callback(watch)
     with ExitStack() as stack:

@@ -20,14 +20,14 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, set_seed
 
-import hf_dspark.pair
 from hf_dspark.distillation.arguments import DistillationArguments
 from hf_dspark.distillation.data import load_rows
-from hf_dspark.distillation.distill import copy_last_layers, draft_config, new_draft
+from hf_dspark.distillation.distill import draft_config, starting_draft
 from hf_dspark.distillation.feature_coding import bytes_per_token
 from hf_dspark.distillation.provenance import take_provenance
 from hf_dspark.distillation.trainer import DSparkTrainer
 from hf_dspark.evaluation.output import table, write_json
+from hf_dspark.evaluation.pairs import bundled_pair
 
 MODES = ("online", "bfloat16", "int8", "half cached", "subspace")
 # Hidden size and chosen layers of Qwen3-4B, whose features the reference stores in bfloat16.
@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
 
 def measure(arguments, folder: Path) -> dict:
     """Figures of every mode of `arguments.modes`."""
-    name = arguments.target or str(Path(hf_dspark.pair.__file__).parent / "target")
+    name = arguments.target or str(bundled_pair() / "target")
     target, tokenizer = AutoModelForCausalLM.from_pretrained(name, dtype="auto"), AutoTokenizer.from_pretrained(name)
     args = options(arguments, name, folder, seed=0)
     rows, held_out = load_rows(args, tokenizer)
@@ -130,9 +130,7 @@ def options(arguments, target: str, folder: Path, **more) -> DistillationArgumen
 def train(args: DistillationArguments, target, tokenizer, rows, held_out) -> dict:
     """tau on the held-out rows after a training, its seconds a step, and those that writing the cache took before."""
     set_seed(args.seed)
-    draft = new_draft(draft_config(target, tokenizer, args), target, rows)
-    if args.warm_start:
-        copy_last_layers(draft, target)
+    draft = starting_draft(args, target, tokenizer, rows)
     start = time.perf_counter()
     trainer = DSparkTrainer(draft, target, args, train_dataset=rows, eval_dataset=held_out, chat_template=tokenizer.chat_template)
     trainer.remove_callback(PrinterCallback)

@@ -1,6 +1,7 @@
 """benchmarks/adapter.py in its smallest form, on a tiny pair and a small package."""
 
 import importlib.util
+import itertools
 import json
 import math
 from pathlib import Path
@@ -32,6 +33,16 @@ def test_the_script_runs_and_goes_on_from_what_is_there(adapter, tmp_path, capsy
     monkeypatch.setattr(adapter, "fine_tune", None)
     monkeypatch.setattr(adapter, "write_rows", None)
     assert adapter.main(flags) == 0
+
+
+def test_text_cut_short_by_an_interruption_is_not_taken_for_whole(adapter, tmp_path, monkeypatch):
+    save_pair(tmp_path)
+    generate_many = adapter.generate_many
+    monkeypatch.setattr(adapter, "generate_many", lambda *args, **options: itertools.islice(generate_many(*args, **options), 2))
+    arguments = adapter.parser().parse_args(["--rows", "3", "--new-tokens", "4"])
+    with pytest.raises(KeyboardInterrupt):
+        adapter.write_rows(tmp_path / "target", ["def one(): return 1\n" * 40], tmp_path / "rows.jsonl", arguments)
+    assert not (tmp_path / "rows.jsonl").exists()
 
 
 def test_the_share_recovered_by_hand(adapter):

@@ -49,6 +49,14 @@ def test_the_script_measures_steps_and_writes_its_figures(benchmark, recipe, tmp
     assert "anchors/s, 20.0 anchors a step" in out and "optimizer" in out
 
 
+def test_a_recipe_of_an_adapter_is_measured_as_one(benchmark, recipe, tmp_path, monkeypatch):
+    trainer, drafts = benchmark.DSparkTrainer, []
+    monkeypatch.setattr(benchmark, "DSparkTrainer", lambda draft, *args, **options: drafts.append(draft) or trainer(draft, *args, **options))
+    flags = ["--init_draft", str(tmp_path / "draft"), "--lora_rank", "2", "--num_anchors", "5"]
+    assert benchmark.main(["--recipe", str(recipe), "--steps", "1", "--warmup", "1", *flags]) == 0
+    assert [type(draft).__name__ for draft in drafts] == ["PeftModel"]
+
+
 def test_only_the_parts_of_measured_steps_count(benchmark, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(benchmark.time, "perf_counter", lambda: now[0])

@@ -62,12 +62,20 @@ def test_defaults_are_the_papers(tmp_path):
         ({"l1_weight": -0.9}, "l1_weight must not be negative, got -0.9"),
         ({"decay_gamma": 0.0}, "decay_gamma must be positive or None, got 0.0"),
         ({"save_dtype": "int8"}, "save_dtype must be .*got 'int8'"),
+        ({"warm_start": True, "init_draft": "x"}, "warm_start=True fills a new draft, and init_draft='x' is trained already"),
         ({"remove_unused_columns": True}, "remove_unused_columns=True"),
     ],
 )
 def test_mistakes_are_named(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         arguments(tmp_path, **options)
+
+
+def test_deepspeed_zero_3_is_refused(tmp_path, monkeypatch):
+    """Its weights are empty outside of a forward: what is saved would be, too."""
+    monkeypatch.setattr("hf_dspark.distillation.arguments.is_deepspeed_zero3_enabled", lambda: True)
+    with pytest.raises(ValueError, match=r"DeepSpeed ZeRO-3 would spread the target too.*fsdp: true"):
+        arguments(tmp_path)
 
 
 def test_an_unknown_key_of_a_recipe_is_refused(tmp_path):

@@ -1,10 +1,10 @@
-"""What is asked of conversations, prompts and texts."""
+"""What is asked of conversations, prompts and texts, and verdicts on answers, counted by hand."""
 
 import pytest
 from datasets import Dataset
 
 from hf_dspark.distillation.corpus import train_tokenizer
-from hf_dspark.distillation.dialogues import Dialogue, find_prompts, read_dialogues
+from hf_dspark.distillation.dialogues import Dialogue, find_prompts, judge_answer, read_dialogues
 
 
 def messages(*roles: str) -> list[dict]:
@@ -77,8 +77,9 @@ def test_the_column_with_the_prompts():
     both = Dataset.from_list(
         [{"prompt": "p", "text": "t", "n": 1, "messages": None}, {"prompt": "p", "text": "t", "n": 1, "messages": messages("user")}]
     )
-    assert find_prompts(both, None, "d") == "messages" and find_prompts(both, "prompt", "d") == "prompt"
-    assert find_prompts(Dataset.from_list([{"prompt": messages("user")}]), None, "d") == "prompt"
+    assert find_prompts(both, None, "d") == ("messages", False) and find_prompts(both, "prompt", "d") == ("prompt", True)
+    assert find_prompts(Dataset.from_list([{"prompt": messages("user")}]), None, "d") == ("prompt", False)
+    assert find_prompts(Dataset.from_list([{"prompt": None}, {"prompt": "p"}]), None, "d") == ("prompt", True)
     with pytest.raises(
         ValueError, match=r"dataset 'd' needs the column 'question', it has \['messages', 'n', 'prompt', 'text'\]; set dataset_column"
     ):
@@ -89,3 +90,27 @@ def test_the_column_with_the_prompts():
         find_prompts(both, "n", "d")
     with pytest.raises(ValueError, match="dataset 'd' is empty"):
         find_prompts(Dataset.from_list([]), None, "d")
+
+
+LOOP = [1, 2, 3, 4] * 8  # 25 8-grams, 4 of them distinct: 84 % repeated
+VARIED = list(range(32))
+
+
+@pytest.mark.parametrize(
+    ("ids", "facts", "verdict"),
+    [
+        (VARIED, {}, "whole"),
+        (VARIED, {"is_ended": False}, "cut"),
+        (LOOP, {}, "looping"),
+        (LOOP, {"is_ended": False}, "looping"),
+        (LOOP, {"looping_share": 0.84}, "looping"),
+        (LOOP, {"looping_share": 0.85}, "whole"),
+        (VARIED + VARIED[:10], {}, "whole"),  # 3 of 35 repeated
+        ([7] * 8, {}, "whole"),  # one 8-gram
+        ([2], {"is_blank": True}, "empty"),
+        (LOOP, {"is_blank": True}, "empty"),
+    ],
+    ids=["whole", "cut", "looping", "looping and cut", "at the threshold", "below it", "a little repeated", "short", "empty", "blanks"],
+)
+def test_verdicts(ids, facts, verdict):
+    assert judge_answer(ids, **{"is_blank": False, "is_ended": True, **facts}) == verdict

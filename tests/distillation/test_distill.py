@@ -107,6 +107,14 @@ def test_training_goes_on_from_a_draft_at_hand(folder):
         distill(arguments(folder, init_draft=str(first), max_length=5, block_size=3))
 
 
+def test_a_draft_that_goes_to_another_target_names_that_ones_revision(folder):
+    first = distill(arguments(folder, output_dir=str(folder / "first")))
+    config = json.loads((first / "config.json").read_text())
+    (first / "config.json").write_text(json.dumps({**config, "base_model_name_or_path": "org/old", "base_model_revision": "c0ffee"}))
+    config = DSparkDraftModel.from_pretrained(distill(arguments(folder, init_draft=str(first)))).config
+    assert (config.base_model_name_or_path, config.base_model_revision) == (str(folder / "target"), None)
+
+
 def test_a_reduced_vocabulary_holds_the_most_frequent_tokens_and_starts_from_the_targets_head(folder):
     output = distill(arguments(folder, draft_vocab_size=20, save_dtype="float32", max_steps=1, learning_rate=1e-9))
     draft = DSparkDraftModel.from_pretrained(output)

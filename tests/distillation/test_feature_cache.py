@@ -99,6 +99,18 @@ def test_rows_that_are_not_cached_are_computed_in_the_step(tmp_path):
     assert any(width < 4 for width in widths[3:])
 
 
+def test_rows_that_are_not_cached_lie_in_the_subspace_too(tmp_path):
+    """What fc sees outside of it would be lost when its weight is folded."""
+    trainer = make_trainer(tmp_path, **cached(tmp_path, cache_budget="20KB", features_rank=8))
+    directions, num_cached = trainer.feature_cache.coding.subspace.directions, trainer.feature_cache.num_rows
+    assert 1 < num_cached < 8
+    for numbers in (range(num_cached), range(num_cached - 1, num_cached + 1), range(num_cached, num_cached + 2)):
+        batch = trainer._prepare_inputs(trainer.data_collator([trainer.train_dataset[i] for i in numbers]))
+        found = trainer.feature_cache.features(batch, trainer._target_features)
+        states = torch.cat(found.hidden_states, dim=-1)[batch["attention_mask"]]
+        assert (states - states @ directions @ directions.T).norm() < 1e-4 * states.norm()
+
+
 def test_the_target_rests_while_all_rows_are_cached(tmp_path):
     trainer = make_trainer(tmp_path, **cached(tmp_path))
     calls = []

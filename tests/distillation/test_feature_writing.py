@@ -7,17 +7,20 @@ import shutil
 import socket
 from collections import namedtuple
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from oracle import VOCAB, tiny_target
+from safetensors import safe_open
+from safetensors.torch import save_file
 from test_trainer_steps import as_dataset
 
 from hf_dspark.distillation import feature_writing
 from hf_dspark.distillation.arguments import DistillationArguments
 from hf_dspark.distillation.collator import BlockCollator
-from hf_dspark.distillation.feature_cache import FeatureCache
+from hf_dspark.distillation.feature_cache import FeatureCache, Shard
 from hf_dspark.distillation.feature_coding import bytes_per_token
 from hf_dspark.distillation.features import target_features
 
@@ -144,6 +147,8 @@ def test_a_torn_or_foreign_shard_is_written_anew_and_the_others_are_kept(opener,
     torn.write_bytes(whole[torn.name][:-100])
     foreign.write_bytes(whole[torn.name])
     lost.unlink()
+    save_file({"weight": torch.zeros(2)}, tmp_path / "others.safetensors")
+    assert not Shard(tmp_path / "others.safetensors", 0, [1], [7], 8).is_whole("key")
     (tmp_path / "cache" / "features-00000.safetensors.tmp").write_bytes(b"half")
     opener()
     assert files(tmp_path) == whole
@@ -258,6 +263,19 @@ def test_a_lost_subspace_makes_its_shards_void(opener, tmp_path):
 
 
 # Processes
+
+
+def test_a_process_writes_its_own_shards_however_far_the_others_are(opener, tmp_path, small_shards):
+    """Two processes, one of which has ended before the other looks what is missing."""
+    cache = opener()
+    with safe_open(cache.shards[0].path, framework="pt") as file:
+        key = file.metadata()["key"]
+    for shard in cache.shards:
+        shard.path.unlink()
+    args = SimpleNamespace(world_size=2, disable_tqdm=True, per_device_train_batch_size=2)
+    for args.process_index in range(2):
+        feature_writing._write_missing(cache, opener.rows, key, opener.compute, args, (HIDDEN, 3, "float32", None))
+    assert len(cache.shards) > 2 and all(shard.is_whole(key) for shard in cache.shards)
 
 
 def open_in_process(rank: int, port: int, folder: str) -> None:

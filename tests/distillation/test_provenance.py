@@ -51,6 +51,16 @@ def test_shares_are_of_rows_and_tokens_that_are_trained_on(tmp_path):
     assert data["sources"] == [{**json.loads(mine), "share": 0.5, "token_share": 0.6}]
 
 
+def test_only_what_the_target_itself_wrote_counts_as_its_own(tmp_path):
+    """The card says of this share that the base model wrote it."""
+    others = {**stated(target="Qwen/Qwen3-8B", sampling={"do_sample": False}), "share": 0.75, "token_share": 0.5}
+    mine = {**stated(sampling=SAMPLING), "share": 0.25, "token_share": 0.5}
+    data = training_data([others, mine], arguments(tmp_path), tokenizer_with(None), "abc")
+    assert (data["regenerated_share"], data["regenerated_token_share"], data["sources"]) == (0.25, 0.5, [others, mine])
+    assert data["sampling"] == "temperature 0.7, top-k 20, repetition penalty 1.05"
+    assert training_data([others], arguments(tmp_path), tokenizer_with(None), "abc") == {"sources": [others]}
+
+
 def test_rows_without_provenance_say_nothing():
     rows = Dataset.from_list([{"input_ids": [1, 2]}])
     assert take_provenance(rows) == (rows, []) and training_data([], None, None, None) == {}

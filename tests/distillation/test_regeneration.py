@@ -286,12 +286,35 @@ def test_a_server_that_dies_leaves_what_it_answered(chats, capsys):
 
 def test_a_run_without_hope_is_stopped(chats, monkeypatch):
     monkeypatch.setattr(regeneration, "_HOPELESS_FAILURES", 5)
+    servers, chat_server = [], regeneration.ChatServer
+    monkeypatch.setattr(regeneration, "ChatServer", lambda *args, **options: servers.append(chat_server(*args, **options)) or servers[-1])
     with FakeChatServer(lambda body, number: (400, {"error": "unknown field top_k"})) as fake:
-        with pytest.raises(ValueError, match=r"none of the first 5 rows could be answered; the first failed with HTTP 400.*top_k"):
+        with pytest.raises(ValueError, match=r"none of the first 5 rows could be answered; the first failed with HTTP 400.*top_k") as caught:
             regenerate(chat_arguments(chats, server=fake.url))
         assert len(fake.requests) < 20
+        # Although the error, whose traceback holds the run, is still at hand.
+        assert caught.value is not None and servers[0].stop.is_set()
         with pytest.raises(ValueError, match=r"no row of .* was answered: .* 2 rows failed, first with HTTP 400"):
             regenerate(chat_arguments(chats, server=fake.url, num_rows=2))
+
+
+def test_rows_that_fail_again_do_not_keep_an_interrupted_run_from_going_on(chats, monkeypatch):
+    """They are asked first when it goes on, before any that can be answered."""
+    monkeypatch.setattr(regeneration, "_HOPELESS_FAILURES", 5)
+    hopeless = [f"Is it {i}?" for i in range(1, 8)]
+
+    def respond(body, number):
+        question = body["messages"][-1]["content"]
+        if question == "Is it 12?" and fake.questions().count(question) == 1:
+            return 404, {"error": "gone for a while"}
+        return (400, {"error": "too long"}) if question in hopeless else answer_by_number(body, number)
+
+    with FakeChatServer(respond) as fake:
+        args = chat_arguments(chats, server=fake.url, concurrency=1)
+        with pytest.raises(OSError, match="gone for a while"):
+            regenerate(args)
+        rows = read(regenerate(args))
+    assert [row["row"] for row in rows] == [0, *range(8, 20)] and len(read(chats / "rows.jsonl.failures.jsonl")) == 7
 
 
 def test_an_unreachable_server_is_one_clear_error_before_anything_is_written(chats, tmp_path, capsys):
@@ -319,12 +342,12 @@ def test_settings_of_an_unfinished_run_are_named_when_they_differ(chats):
 def test_rows_of_changed_prompts_are_asked_again(chats):
     with FakeChatServer(lambda body, number: (400, {}) if "19" in body["messages"][-1]["content"] else answer_by_number(body, number)) as fake:
         regenerate(chat_arguments(chats, server=fake.url))
-        write(chats / "prompts.jsonl", [{"prompt": f"Is it {({4: 5, 7: 19}).get(i, i)}?"} for i in range(19)])
+        write(chats / "prompts.jsonl", [{"prompt": " " if i == 9 else f"Is it {({4: 5, 7: 19}).get(i, i)}?"} for i in range(19)])
         first = len(fake.requests)
         regenerate(chat_arguments(chats, server=fake.url))
         assert sorted(fake.questions()[first:]) == ["Is it 19?", "Is it 5?"]
     answers = {row["row"]: row["messages"][1]["content"] for row in read(chats / "rows.jsonl")}
-    assert answers == {i: f"It is {i + (i == 4)}." for i in range(19) if i != 7}  # what row 7 was, it is not any more
+    assert answers == {i: f"It is {i + (i == 4)}." for i in range(19) if i not in (7, 9)}  # what these were, they are not any more
 
 
 @pytest.mark.parametrize(
@@ -350,7 +373,9 @@ def test_a_target_without_a_chat_template(chats):
     (chats / "target" / "chat_template.jinja").unlink(missing_ok=True)
     with pytest.raises(ValueError, match="has no chat template to render conversations with"):
         regenerate(chat_arguments(chats, "chats.jsonl"))
-    rows = read(regenerate(chat_arguments(chats, num_rows=2, prompt_tokens=2)))
+    write(chats / "prompts.jsonl", [{"prompt": None}, *({"prompt": f"Is it {i}?"} for i in range(4))])
+    rows = read(regenerate(chat_arguments(chats, prompt_tokens=2)))
+    assert rows and 0 not in [row["row"] for row in rows]
     assert all(row["loss_mask"][:2] == [0, 0] for row in rows) and len({tuple(row["input_ids"][:2]) for row in rows}) == 1
 
 

@@ -39,6 +39,7 @@ def test_what_was_written_is_there_after_a_kill(output):
     """Not closed, not flushed by hand: each entry is in the file when add() returns."""
     journal = journal_with(output, 2, 0)
     assert journal.unfinished.read_text().count("\n") == 3
+    journal._file.close()
     with journal.unfinished.open("a") as file:
         file.write('{"row": 1, "fingerprint": "f1", "rows": [{"te')
     again = RowJournal(output, SETTINGS)
@@ -66,6 +67,18 @@ def test_rows_of_other_settings_are_not_mixed_in_and_not_thrown_away(output):
         RowJournal(output, SETTINGS)
 
 
+@pytest.mark.skipif(os.name == "nt", reason="files are not locked on Windows")
+def test_two_runs_at_once_do_not_write_one_file(output):
+    journal = journal_with(output, 0)
+    journal._file.write(b'{"row": 1')  # half of an entry, which the other run would cut off
+    journal._file.flush()
+    with pytest.raises(ValueError, match=r"another run is writing .*rows\.jsonl\.unfinished; let it end, or name another output_file"):
+        RowJournal(output, SETTINGS)
+    assert journal.unfinished.read_text().endswith('{"row": 1')
+    journal.close()
+    assert RowJournal(output, SETTINGS).fingerprints == {0: "f0"}
+
+
 def test_a_finished_output_is_not_written_over(output):
     journal = journal_with(output, 0)
     journal.finish(flattened(journal))
@@ -78,6 +91,7 @@ def test_failures_keep_the_journal_for_the_next_try(output):
     journal.add_failure(1, "HTTP 500: ü")
     journal.finish(flattened(journal))
     assert json.loads(journal.failures.read_text()) == {"row": 1, "error": "HTTP 500: ü"}
+    journal.close()
     again = RowJournal(output, SETTINGS)
     assert list(again.fingerprints) == [0] and not again.failures.exists()
     again.add(1, "f1", {"rows": [{"text": "row 1"}]})
@@ -99,12 +113,12 @@ def test_an_error_while_the_output_is_written_leaves_no_output(output):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device that is always full")
 def test_a_full_disk_is_said_with_what_was_kept(output):
     journal = journal_with(output, 0)
-    with (
-        Path("/dev/full").open("ab", buffering=0) as full,
-        pytest.raises(OSError, match=r"No space left on device; 1 rows are kept in .*rows.jsonl.unfinished; the same command goes on"),
-    ):
-        journal._file = full
+    journal._file.close()
+    journal._file = Path("/dev/full").open("ab")  # noqa: SIM115
+    with pytest.raises(OSError, match=r"No space left on device; 1 rows are kept in .*rows.jsonl.unfinished; the same command goes on"):
         journal.add(1, "f1", {"rows": []})
+    journal.close()
+    assert RowJournal(output, SETTINGS).fingerprints == {0: "f0"}
 
 
 def test_a_run_that_fails_at_once_leaves_nothing(output):

@@ -3,18 +3,19 @@
 import copy
 import gc
 import logging
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from oracle import ALL_KINDS, VOCAB, ScriptedDraft, kinds_of_acceptance, tiny_draft, tiny_target
-from peft import LoraConfig, get_peft_model
+from oracle import ALL_KINDS, VOCAB, ScriptedDraft, build, kinds_of_acceptance, tiny_draft, tiny_target
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from test_batches import PROMPTS, compare_rows, let_it_follow, padded
 from test_decoding import Collector
 from test_steps import target_of_kind
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, Qwen3ForCausalLM
 
-from hf_dspark import GenerationReport, record_generation
+from hf_dspark import GenerationReport, generate_many, record_generation
 from hf_dspark.generation import batches
 from hf_dspark.generation.key_values import KeyValues
 from hf_dspark.generation.packing import packing_failure
@@ -219,3 +220,155 @@ def test_bf16_parts_from_plain_at_near_ties_only(seed):
             best = target(torch.tensor([theirs[:first]])).logits[0, -1].float().topk(2)
             assert set(best.indices.tolist()) == {ours[first], theirs[first]}
             assert best.values[0] - best.values[1] <= 4 * torch.finfo(torch.bfloat16).eps * best.values.abs().max()
+
+
+# Arguments of other shapes.
+
+
+def a_mask(num_rows: int, length: int) -> torch.Tensor:
+    """One with padding."""
+    mask = torch.ones(num_rows, length, dtype=torch.long)
+    mask[0, 0] = 0
+    return mask
+
+
+SHAPES = {
+    "mask of 3 rows": (dict(attention_mask=a_mask(3, 3)), r"attention_mask.*\(3, 3\).*input_ids.*\(2, 3\)"),
+    "mask of one row": (dict(attention_mask=a_mask(1, 3)), r"attention_mask.*\(1, 3\).*\(2, 3\)"),
+    "longer mask": (dict(attention_mask=a_mask(2, 4)), r"attention_mask.*\(2, 4\).*\(2, 3\)"),
+    "shorter mask": (dict(attention_mask=a_mask(2, 2)), r"attention_mask.*\(2, 2\).*\(2, 3\)"),
+    "mask of 3 rows of ones": (dict(attention_mask=torch.ones(3, 3)), r"attention_mask.*\(3, 3\).*\(2, 3\)"),
+    "longer mask of ones": (dict(attention_mask=torch.ones(2, 4)), r"attention_mask.*\(2, 4\).*\(2, 3\)"),
+    "positions of 3 rows": (dict(position_ids=torch.arange(9).view(3, 3)), r"position_ids.*\(3, 3\).*\(2, 3\)"),
+    "longer positions": (dict(position_ids=torch.arange(4)[None]), r"position_ids.*\(1, 4\).*\(2, 3\)"),
+    "token types of 3 rows": (dict(token_type_ids=torch.zeros(3, 3).long()), r"token_type_ids.*\(3, 3\).*\(2, 3\)"),
+}
+
+
+@pytest.mark.parametrize("own, message", SHAPES.values(), ids=SHAPES.keys())
+def test_arguments_of_other_shapes_are_refused(own, message):
+    gpt2 = target_of_kind("gpt2")
+    ids = torch.tensor([[5, 9, 3], [17, 22, 8]])
+    with pytest.raises(ValueError, match=message):
+        gpt2.generate(ids, **own, max_new_tokens=4, assistant_model=tiny_draft(gpt2))
+
+
+@pytest.mark.parametrize("shape", [(1, 2), (1, 4), (2, 3)])
+def test_a_mask_of_another_shape_is_refused_for_one_text(target, draft, shape):
+    with pytest.raises(ValueError, match=rf"attention_mask.*\({shape[0]}, {shape[1]}\).*\(1, 3\)"):
+        target.generate(torch.tensor([[5, 9, 3]]), attention_mask=a_mask(*shape), max_new_tokens=4, assistant_model=draft)
+
+
+def test_a_mask_of_another_shape_than_embeddings(target, draft):
+    inputs = embedded(target) | dict(attention_mask=a_mask(4, 10))
+    with pytest.raises(ValueError, match=r"attention_mask.*\(4, 10\).*inputs_embeds.*\(4, 11, 32\)"):
+        target.generate(**inputs, max_new_tokens=4, assistant_model=draft)
+
+
+def test_positions_shared_by_all_rows(target, draft):
+    ids, positions = torch.tensor([[5, 9, 3], [17, 22, 8]]), torch.arange(3, 6)[None]
+    expected = [target.generate(row[None], position_ids=positions, do_sample=False, max_new_tokens=8)[0].tolist() for row in ids]
+    draft.script = lambda position, slot: 5
+    assert target.generate(ids, position_ids=positions, do_sample=False, max_new_tokens=8, assistant_model=draft).tolist() == expected
+
+
+def test_positions_of_several_axes_are_cut_by_row():
+    """As vision-language models make them: (axes, batch, tokens), here as many axes as rows."""
+    positions = torch.arange(18).view(3, 3, 2)
+    for row in range(3):
+        assert torch.equal(batches._row_kwargs({"position_ids": positions}, row, 3)["position_ids"], positions[:, row : row + 1])
+
+
+def test_a_batch_of_no_rows_is_refused(target, draft):
+    with pytest.raises(ValueError, match=r"no rows.*\(0, 3\)"):
+        target.generate(torch.zeros(0, 3, dtype=torch.long), max_new_tokens=4, assistant_model=draft)
+
+
+def test_an_offloaded_cache_is_refused_for_a_batch(target, draft):
+    cache = DynamicCache(config=target.config)
+    cache.offloading = True  # as cache_implementation="offloaded" makes it, where there is a GPU
+    with pytest.raises(ValueError, match=r"2 rows.*cache_implementation='offloaded'.*generate_many"):
+        target.generate(**padded(*PROMPTS[:2]), cache=cache, max_new_tokens=4, assistant_model=draft)
+
+
+# Targets that prepare their inputs in a way of their own.
+
+
+def own_preparation(kind: str):
+    """A target whose generate() runs on embeddings 1.5 times as large, by its class or by a replaced method."""
+
+    class Scaled(Qwen3ForCausalLM):
+        def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **kwargs):
+            return scaled(self, super().prepare_inputs_for_generation(input_ids, attention_mask=attention_mask, **kwargs))
+
+    def scaled(model, inputs):
+        return inputs | dict(inputs_embeds=model.get_input_embeddings()(inputs.pop("input_ids")) * 1.5)
+
+    if kind == "class":
+        return build(Scaled, tiny_target().config)
+    model = tiny_target()
+    assert packing_failure(model) is None  # what is found out before the method is replaced does not count
+    original = type(model).prepare_inputs_for_generation
+
+    def replaced(input_ids, attention_mask=None, **kwargs):
+        return scaled(model, original(model, input_ids, attention_mask=attention_mask, **kwargs))
+
+    model.prepare_inputs_for_generation = replaced
+    return model
+
+
+@pytest.mark.parametrize("kind", ["class", "instance"])
+def test_a_target_that_prepares_its_inputs_otherwise_is_not_packed(monkeypatch, caplog, kind):
+    monkeypatch.setattr(batches, "_warned", set())
+    model = own_preparation(kind)
+    with caplog.at_level(logging.WARNING, "hf_dspark"):
+        # The hidden states that the draft reads are of the scaled text, too.
+        result = compare_rows(model, tiny_draft(model, ScriptedDraft), padded(*PROMPTS), max_new_tokens=12)
+    assert result.kinds == ALL_KINDS and "in turn" in caplog.messages[0]
+    for draft in (None, tiny_draft(model)):
+        for row, completion in enumerate(generate_many(model, draft, PROMPTS, do_sample=False, max_new_tokens=12, show_progress=False)):
+            assert completion.output[0, -12:].tolist() == result.plain[row].sequences[0, -12:].tolist()
+    if kind == "instance":
+        del model.prepare_inputs_for_generation
+        assert packing_failure(model) is None
+
+
+def test_a_replaced_preparation_is_not_kept_alive():
+    model = own_preparation("instance")
+    assert packing_failure(model) is not None
+    reference = weakref.ref(model)
+    del model
+    gc.collect()
+    assert reference() is None
+
+
+@pytest.mark.parametrize("config_class", [PromptTuningConfig, PrefixTuningConfig])
+def test_virtual_tokens_are_refused_by_name(config_class):
+    """What is drafted is verified without them, and a queue runs outside of PEFT's generate()."""
+    model = tiny_target()
+    draft = tiny_draft(model)
+    adapted = get_peft_model(model, config_class(task_type="CAUSAL_LM", num_virtual_tokens=3)).eval()
+    for inputs in (padded(PROMPTS[1]), padded(*PROMPTS[:2])):
+        with pytest.raises(ValueError, match=rf"virtual tokens.*{config_class.__name__}"):
+            adapted.generate(**inputs, max_new_tokens=4, assistant_model=draft)
+    for own in (None, draft):
+        with pytest.raises(ValueError, match=rf"virtual tokens.*{config_class.__name__}"):
+            generate_many(adapted, own, PROMPTS[:2], max_new_tokens=4)
+    # The model itself, which PEFT has given back, is as ever.
+    compare_rows(model, draft, padded(*PROMPTS[:2]), max_new_tokens=4)
+
+
+def test_a_target_that_adds_to_its_cache_is_refused():
+    """At one text, too: taken back is what was drafted, not what came along."""
+    model = tiny_target()
+    original = type(model).prepare_inputs_for_generation
+
+    def with_one_more(input_ids, **kwargs):
+        inputs = original(model, input_ids, **kwargs)
+        embeds = model.get_input_embeddings()(inputs.pop("input_ids"))
+        return inputs | dict(inputs_embeds=torch.cat([embeds[:, :1], embeds], dim=1), attention_mask=None, position_ids=None)
+
+    model.prepare_inputs_for_generation = with_one_more
+    model.generation_config.eos_token_id = None
+    with pytest.raises(ValueError, match=r"adds 6 tokens to its cache in a forward of 5"):
+        model.generate(torch.tensor([[5, 9, 3]]), do_sample=False, max_new_tokens=12, assistant_model=tiny_draft(model))

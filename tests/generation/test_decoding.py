@@ -372,3 +372,14 @@ def test_a_head_that_computes_other_logits_is_refused_with_the_difference(monkey
     monkeypatch.setattr(target, "forward", warped)
     with pytest.raises(ValueError, match=r"differs from its own logits by 0\.5"):
         target.generate(PROMPT, do_sample=False, max_new_tokens=8, assistant_model=draft)
+
+
+@pytest.mark.parametrize("where", ["given", "of the target"])
+@pytest.mark.parametrize("num_rows", [1, 2])
+def test_stop_tokens_of_a_wrong_shape_are_refused(num_rows, where):
+    target = tiny_target()
+    given = dict(eos_token_id=[[3]]) if where == "given" else {}
+    if where == "of the target":
+        target.generation_config.eos_token_id = [[3]]
+    with pytest.raises(ValueError, match=r"eos_token_id.*\[\[3\]\]"):
+        target.generate(torch.tensor([[5, 9]] * num_rows), max_new_tokens=4, assistant_model=tiny_draft(target), **given)

@@ -22,6 +22,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
+from hf_dspark.generation import packing
 from hf_dspark.generation.packing import Segment, packed_forward, packing_failure
 
 WAIT = 20  # seconds until a thread that never comes is a failure
@@ -296,6 +297,18 @@ def test_a_verdict_does_not_keep_a_target_alive():
     del target
     gc.collect()
     assert reference() is None
+
+
+def test_configs_that_are_gone_leave_no_name():
+    gc.collect()
+    before = dict(packing._usual_names)
+    for seed in range(3):
+        target = tiny_target(seed)
+        packing_failure(target)
+        assert packing._usual_names[id(target.config)] == "sdpa"
+    del target
+    gc.collect()
+    assert packing._usual_names == before
 
 
 # Windows of 100 tokens, which no short text reaches.

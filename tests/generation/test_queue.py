@@ -24,6 +24,7 @@ from oracle import (
     tiny_target,
     walk_every_outcome,
 )
+from peft import LoraConfig, get_peft_model
 from test_decoding import tokenizer_of_pairs
 from transformers import (
     BloomConfig,
@@ -375,6 +376,8 @@ NO_PROMPTS = {
     "texts": (["def f():"], "got texts such as 'def f.*tokenizer"),
     "one prompt": ([1, 2], "got one"),
     "a row of numbers": (np.array([1, 2]), "got one"),
+    "a list of NumPy's numbers": (list(np.array([1, 2])), "got one"),
+    "a list of tensors without dimensions": (list(torch.tensor([1, 2])), "got one"),
     "what a tokenizer returns": ({"input_ids": [[1, 2]], "attention_mask": [[1, 1]]}, r"one dictionary of \['attention_mask', 'input_ids'\]"),
     "nothing": (None, "got None"),
     "a number": (3, "got 3"),
@@ -1253,7 +1256,49 @@ def test_no_progress_bar_outside_a_terminal(target, capsys):
     assert "generating" not in captured.err and captured.out == ""
 
 
+# Targets that are wrapped
+
+
+WRAPPED = {
+    "PEFT": lambda: get_peft_model(tiny_target(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)).eval(),
+    "PEFT, causal LM": lambda: get_peft_model(
+        tiny_target(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    ).eval(),
+    "torch.compile": lambda: torch.compile(tiny_target(), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make", WRAPPED.values(), ids=WRAPPED)
+def test_a_wrapped_target_is_packed(widths, nothing_warned, caplog, make, kind):
+    target, prompts = make(), PROMPTS[:4]
+    expected = [target.generate(input_ids=torch.tensor([ids]), do_sample=False, max_new_tokens=BUDGET)[0, len(ids) :].tolist() for ids in prompts]
+    draft = None if kind == "plain" else tiny_draft(tiny_target())
+    with caplog.at_level(logging.WARNING, "hf_dspark"):
+        assert new_ids(many(target, draft, prompts)) == expected
+    assert [len(ids) for ids in prompts] in widths and not caplog.messages
+    if not isinstance(target, torch._dynamo.OptimizedModule):
+        assert expected != [alone(tiny_target(), ids) for ids in prompts]
+
+
+def test_an_adapter_for_each_request_is_refused(target):
+    with pytest.raises(ValueError, match=r"adapter_names.*set_adapter"):
+        generate_many(target, None, PROMPTS, adapter_names=["default"])
+
+
 # Bad input, refused at once
+
+
+@pytest.mark.parametrize("value", [3, "print"])
+def test_on_tokens_is_checked_at_once(target, value):
+    with pytest.raises(ValueError, match=f"on_tokens.*{value!r}"):
+        generate_many(target, None, PROMPTS, on_tokens=value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stop_tokens_of_a_wrong_shape_are_refused(target, kind):
+    (completion,) = many(target, draft_of(kind, target), [{"input_ids": PROMPTS[0], "eos_token_id": [[3]]}])
+    assert_refused(completion, r"eos_token_id.*\[\[3\]\]")
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.5, True, False, "3", None])

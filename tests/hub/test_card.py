@@ -213,7 +213,7 @@ def test_a_local_target_is_named_without_its_path(target, tmp_path):
     """Wherever its name comes from: the config, the arguments, the adapted draft, the command that measured."""
     draft = tiny_draft(target, base_model_name_or_path=str(tmp_path / "my-target"))
     command = f"hf-dspark evaluate --draft {tmp_path}/draft --target={tmp_path}/my-target --json FILE"
-    measured = evaluation(tmp_path, options={**OPTIONS, "command": command})
+    measured = evaluation(tmp_path, options={**OPTIONS, "command": command, "prompts": str(tmp_path / "prompts.jsonl")})
     facts = dict(arguments=arguments(tmp_path, target=str(tmp_path / "my-target"), dataset=str(tmp_path / "a.jsonl")), evaluation=measured)
     text = written(draft, tmp_path / "draft", **facts)
     assert "# DSpark draft for my-target\n" in text and "hidden states of `my-target`" in text and 'from_pretrained("./my-target")' in text

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, fields
 
 from transformers import TrainingArguments
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from hf_dspark.distillation.evaluation import check_eval_options
 from hf_dspark.distillation.feature_options import check_feature_options
@@ -141,6 +142,8 @@ class DistillationArguments(TrainingArguments):
             self.extra_rows = [self.extra_rows]
         if self.streaming:
             self._check_streaming()
+        if self.warm_start and self.init_draft is not None:
+            raise ValueError(f"warm_start=True fills a new draft, and init_draft={self.init_draft!r} is trained already; leave one of them out")
         if self.lora_rank is not None and self.init_draft is None:
             raise ValueError(f"lora_rank={self.lora_rank} adapts an existing draft; name it with init_draft")
         if self.lora_rank is not None and self.fsdp:
@@ -155,6 +158,11 @@ class DistillationArguments(TrainingArguments):
             raise ValueError(f"hub_strategy must be 'end', got {self.hub_strategy!r}: a draft is uploaded when it is finished")
         check_eval_options(self)
         super().__post_init__()
+        if is_deepspeed_zero3_enabled():
+            raise ValueError(
+                "DeepSpeed ZeRO-3 would spread the target too, and leave nothing of the draft to save; spread the draft alone with fsdp: true, "
+                "or set zero_optimization.stage to 2"
+            )
 
     @property
     def loss_weights(self) -> LossWeights:

@@ -1,4 +1,5 @@
-"""What a target is to answer: the questions of conversations and prompts, or texts to be continued, each row of a dataset a dialogue."""
+"""What a target is to answer: the questions of conversations and prompts, or texts to be continued, each row of a dataset a dialogue; and what its
+answers are good for."""
 
 import hashlib
 import json
@@ -9,10 +10,14 @@ from itertools import islice
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
-from hf_dspark.distillation.answers import EMPTY, WHOLE
 from hf_dspark.distillation.conversations import read_messages
+from hf_dspark.evaluation.acceptance import LOOPING_SHARE, REPEATED_NGRAM
+from hf_dspark.evaluation.benchmarks import repeated_ngram_share
 
-__all__ = ["Dialogue", "find_prompts", "read_dialogues"]
+__all__ = ["CUT", "EMPTY", "LOOPING", "WHOLE", "Dialogue", "find_prompts", "judge_answer", "read_dialogues"]
+
+# What an answer is good for: it came to its end, went on to the length limit, repeats itself, or says nothing.
+WHOLE, CUT, LOOPING, EMPTY = "whole", "cut", "looping", "empty"
 
 # Columns that are read where none is named, the first that is there.
 _COLUMNS = ("messages", "conversations", "turns", "prompt", "text")
@@ -24,7 +29,7 @@ class Dialogue:
 
     row: its number. questions: for each answer, the messages of {role, content} that come before it and after the answer before.
     prompt_ids: tokens of a text to be continued, in place of questions. messages: the conversation so far. rows: what is written
-    of it. verdicts: of each answer (see answers.py), num_new_tokens of all together. is_over: nothing more is asked, although questions
+    of it. verdicts: of each answer, num_new_tokens of all together. is_over: nothing more is asked, although questions
     may be left.
     """
 
@@ -65,8 +70,23 @@ class Dialogue:
         return hashlib.sha256(json.dumps(asked, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
-def find_prompts(rows: Dataset | IterableDataset, column: str | None, name: str) -> str:
-    """The column of `rows`, called `name` in errors, to read prompts from: `column`, or the first of the known ones.
+def judge_answer(ids: list[int], *, is_blank: bool, is_ended: bool, looping_share: float = LOOPING_SHARE) -> str:
+    """One word for the answer of the tokens `ids`, the end token among them or not.
+
+    Args:
+        is_blank: there is no text in it.
+        is_ended: the target ended it itself; False: it went on to the length limit.
+        looping_share: from this share of 8-grams that had occurred before the answer is a loop, cut or not.
+    """
+    if is_blank:
+        return EMPTY
+    if repeated_ngram_share(ids, REPEATED_NGRAM) >= looping_share:
+        return LOOPING
+    return WHOLE if is_ended else CUT
+
+
+def find_prompts(rows: Dataset | IterableDataset, column: str | None, name: str) -> tuple[str, bool]:
+    """The column of `rows`, called `name` in errors, to read prompts from: `column`, or the first of the known ones; whether it holds text.
 
     Raises:
         ValueError: there is no such column, or it holds neither text nor lists of messages.
@@ -82,7 +102,7 @@ def find_prompts(rows: Dataset | IterableDataset, column: str | None, name: str)
     if not isinstance(value, str) and not (isinstance(value, list) and isinstance(value[0], dict | str)):
         wanted = "text, lists of {role, content} or lists of questions"
         raise ValueError(f"dataset {name!r}: the column {found!r} must hold {wanted}, its first value is {str(value)[:80]!r}")
-    return found
+    return found, isinstance(value, str)
 
 
 def read_dialogues(

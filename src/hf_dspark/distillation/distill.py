@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from hf_dspark.distillation.adapter import add_adapter, save_adapter
@@ -17,7 +18,7 @@ from hf_dspark.evaluation.output import write_json
 from hf_dspark.hub import DraftCard, upload_draft, write_draft_card
 from hf_dspark.modeling import DSparkConfig, DSparkDraftModel
 
-__all__ = ["distill", "draft_config", "new_draft"]
+__all__ = ["copy_last_layers", "distill", "draft_config", "new_draft", "starting_draft"]
 
 _REPORTED = (
     *("eval_loss", "eval_ce", "eval_l1", "eval_confidence", "eval_tau", "eval_tokens_per_round", "eval_repeated_8gram_share"),
@@ -38,19 +39,11 @@ def distill(args: DistillationArguments) -> Path:
     tokenizer = AutoTokenizer.from_pretrained(args.target)
     train_rows, eval_rows = load_rows(args, tokenizer)
     train_rows, sources = take_provenance(train_rows)
-    data_facts = training_data(sources, args, tokenizer, getattr(target.config, "_commit_hash", None))
+    revision = getattr(target.config, "_commit_hash", None)
+    data_facts = training_data(sources, args, tokenizer, revision)
     if args.process_index == 0:
         print(show_sample(next(iter(train_rows)), tokenizer))
-    if args.init_draft is None:
-        draft = new_draft(draft_config(target, tokenizer, args), target, train_rows)
-        if args.warm_start:
-            copy_last_layers(draft, target)
-    else:
-        draft = DSparkDraftModel.from_pretrained(args.init_draft, dtype=torch.float32)
-        if args.max_length < draft.config.block_size + 2:
-            raise ValueError(f"max_length={args.max_length} is too short for the block_size {draft.config.block_size} of {args.init_draft}")
-        if args.lora_rank is not None:
-            draft = add_adapter(draft, args)
+    draft = starting_draft(args, target, tokenizer, train_rows)
     trainer = DSparkTrainer(draft, target, args, train_dataset=train_rows, eval_dataset=eval_rows, chat_template=tokenizer.chat_template)
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     report = {"steps": trainer.state.global_step, **data_facts}
@@ -64,7 +57,7 @@ def distill(args: DistillationArguments) -> Path:
         report |= {name: metrics[name] for name in _REPORTED if name in metrics}
     output, draft = Path(args.output_dir), trainer.whole_draft()
     if trainer.is_world_process_zero():
-        draft.config.base_model_name_or_path = args.target
+        draft.config.base_model_name_or_path, draft.config.base_model_revision = args.target, revision
         if data_facts or args.init_draft is not None:  # not those of an earlier training
             draft.config.training_data = data_facts
         draft.to(getattr(torch, args.save_dtype))
@@ -80,6 +73,25 @@ def distill(args: DistillationArguments) -> Path:
             name = args.hub_model_id or output.absolute().name
             upload_draft(output, name, private=args.hub_private_repo, token=args.hub_token, revision=args.hub_revision)
     return output
+
+
+def starting_draft(
+    args: DistillationArguments, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Dataset
+) -> DSparkDraftModel | PeftModel:
+    """What `args` say to train: a new draft, cold or warm, one at hand, or a fresh adapter over that.
+
+    Raises:
+        ValueError: the options don't fit the target, its tokenizer or the draft at hand.
+    """
+    if args.init_draft is None:
+        draft = new_draft(draft_config(target, tokenizer, args), target, rows)
+        if args.warm_start:
+            copy_last_layers(draft, target)
+        return draft
+    draft = DSparkDraftModel.from_pretrained(args.init_draft, dtype=torch.float32)
+    if args.max_length < draft.config.block_size + 2:
+        raise ValueError(f"max_length={args.max_length} is too short for the block_size {draft.config.block_size} of {args.init_draft}")
+    return draft if args.lora_rank is None else add_adapter(draft, args)
 
 
 def draft_config(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: DistillationArguments) -> DSparkConfig:
@@ -124,7 +136,7 @@ def draft_config(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ar
         draft_vocab_size=args.draft_vocab_size,
         num_anchors=args.num_anchors,
         base_model_name_or_path=args.target,
-        base_model_revision=getattr(config, "_commit_hash", None),
+        base_model_revision=getattr(target.config, "_commit_hash", None),
         tie_word_embeddings=False,
     )
 

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, Trainer, TrainingArguments
-from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import logging
 
 from hf_dspark.evaluation.acceptance import REPEATED_NGRAM
@@ -95,10 +94,9 @@ def slot_metrics(sums: torch.Tensor, has_confidence: bool) -> dict[str, float]:
 
 def decodes(trainer: Trainer) -> bool:
     """Whether the evaluations of `trainer` decode: not with `eval_prompts=0`, nor while the draft's weights are spread over processes."""
-    sharded = trainer.is_fsdp_enabled or (trainer.is_deepspeed_enabled and is_deepspeed_zero3_enabled())
-    if sharded and trainer.args.eval_prompts:
-        logger.warning_once("evaluations measure no accepted length while the draft's weights are spread over processes (FSDP, DeepSpeed ZeRO-3)")
-    return trainer.args.eval_prompts > 0 and not sharded
+    if trainer.is_fsdp_enabled and trainer.args.eval_prompts:
+        logger.warning_once("evaluations measure no accepted length while the draft's weights are spread over processes (FSDP)")
+    return trainer.args.eval_prompts > 0 and not trainer.is_fsdp_enabled
 
 
 def eval_prompts(rows, args: TrainingArguments, context: int | None) -> list[list[int]]:

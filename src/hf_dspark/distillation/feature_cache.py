@@ -44,7 +44,7 @@ class Shard:
         """Whether the file is there, complete, was written for `key`, and begins with these rows."""
         try:
             with safe_open(self.path, framework="pt") as file:
-                return file.metadata().get("key") == key and file.get_tensor("row_hashes")[: len(self.hashes)].tolist() == self.hashes
+                return (file.metadata() or {}).get("key") == key and file.get_tensor("row_hashes")[: len(self.hashes)].tolist() == self.hashes
         except (SafetensorError, OSError):  # torn, or absent
             return False
 
@@ -77,7 +77,7 @@ class FeatureCache:
         rows, (batch, num_tokens) = inputs["cached_rows"].tolist(), inputs["input_ids"].shape
         known = [i for i, row in enumerate(rows) if row < self.num_rows]
         if not known:
-            return compute(inputs)
+            return self._like_cached(compute(inputs))
         cached = self.read([rows[i] for i in known], num_tokens, inputs["input_ids"].device)
         if not self._is_checked:
             part = {name: value[known] for name, value in inputs.items()}
@@ -86,7 +86,7 @@ class FeatureCache:
         if len(known) == batch:
             return cached
         rest = [i for i in range(batch) if i not in set(known)]
-        fresh = compute({name: value[rest] for name, value in inputs.items()})
+        fresh = self._like_cached(compute({name: value[rest] for name, value in inputs.items()}))
         order = torch.tensor([*known, *rest]).argsort().to(cached.last_hidden.device)
 
         def merge(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
@@ -109,9 +109,13 @@ class FeatureCache:
                     padded[i, : end - start] = values
         return self.coding.decode({name: values.to(device) for name, values in batch.items()}, self.dtype)
 
+    def _like_cached(self, fresh: TargetFeatures) -> TargetFeatures:
+        """`fresh` features as they are, or in a subspace: the draft is to see nothing outside of it in any row."""
+        return fresh if self.coding.subspace is None else self.coding.decode(self.coding.encode(fresh), self.dtype)
+
     def _check(self, cached: TargetFeatures, fresh: TargetFeatures, attention_mask: torch.Tensor) -> None:
         """`cached` must be what coding makes of `fresh`, where `attention_mask` (batch, tokens) is set, but for rounding."""
-        expected = self.coding.decode(self.coding.encode(fresh), self.dtype)
+        expected = self.coding.decode(self.coding.encode(fresh), self.dtype)  # (batch, tokens, hidden), each
         names = [*(f"chosen layer {i}" for i in range(len(cached.hidden_states))), "the last hidden state"]
         for name, ours, theirs in zip(names, [*cached.hidden_states, cached.last_hidden], [*expected.hidden_states, expected.last_hidden]):
             ours, theirs = ours[attention_mask].float(), theirs.to(ours.device)[attention_mask].float()  # (tokens, hidden)

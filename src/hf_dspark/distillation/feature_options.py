@@ -46,5 +46,13 @@ def check_feature_options(args: "DistillationArguments") -> None:
         raise ValueError("features='cached' needs rows that can be read again in any order, which streaming=True does not give; turn one of them off")
     if args.cache_budget is not None:
         size_in_bytes(args.cache_budget)
-    if args.features_rank is not None and args.features_rank < 1:
+    if args.features_rank is None:
+        return
+    if args.features_rank < 1:
         raise ValueError(f"features_rank must be at least 1 or None, got {args.features_rank}")
+    # A subspace asks for a whole weight of fc that is trained (see subspace.py).
+    for name, value in (("lora_rank", args.lora_rank), ("fsdp", args.fsdp), ("deepspeed", args.deepspeed)):
+        if value:
+            raise ValueError(
+                f"features_rank={args.features_rank} projects the weight of fc while it is trained, which {name}={value!r} prevents; leave one out"
+            )

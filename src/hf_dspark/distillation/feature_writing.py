@@ -62,7 +62,7 @@ def open_feature_cache(
     fingerprint = _fingerprint(args, target, layer_ids, chat_template, hashes)
     shape = (hidden_size, len(layer_ids), args.features_dtype, args.features_rank)
     shards = _within_budget(_plan(folder, lengths, hashes, shape), lengths, args.cache_budget, shape)
-    with args.main_process_first(desc="checking the cached features"):
+    with args.main_process_first(local=False, desc="checking the cached features"):  # the folder is one for all machines
         _check_index(folder, fingerprint)
         subspace = _subspace(folder, rows, lengths, args.features_rank, compute)
         key = _key(fingerprint, subspace)
@@ -220,8 +220,8 @@ def _write_index(folder: Path, fingerprint: dict, subspace: Subspace | None) -> 
 
 
 def _write_missing(cache: FeatureCache, rows: Sequence[dict], key: str, compute: Compute, args: DistillationArguments, shape: tuple) -> None:
-    """Writes this process's share of the shards that are not whole."""
-    missing = [shard for shard in cache.shards if not shard.is_whole(key)][args.process_index :: args.world_size]
+    """Writes this process's shards, as far as they are not whole: the share of each is the same however far the others have come."""
+    missing = [shard for shard in cache.shards[args.process_index :: args.world_size] if not shard.is_whole(key)]
     hide = args.disable_tqdm or args.process_index != 0
     with tqdm(total=sum(len(shard.lengths) for shard in missing), desc="caching features", unit="row", disable=hide) as bar:
         for shard in missing:

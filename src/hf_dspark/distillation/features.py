@@ -72,7 +72,8 @@ def target_features(
 
 def config_fingerprint(target: PreTrainedModel) -> str:
     """16 hex digits of the sha256 of the target's config (without names, types and versions)."""
-    return _digest(json.dumps(_essential(target.config.to_diff_dict()), sort_keys=True, default=str).encode())
+    essential = json.dumps(_essential(target.config.to_diff_dict()), sort_keys=True, default=str)
+    return hashlib.sha256(essential.encode()).hexdigest()[:16]
 
 
 @torch.no_grad()
@@ -97,7 +98,3 @@ def weights_fingerprint(target: PreTrainedModel) -> str:
 def _essential(config: dict) -> dict:
     kept = {key: value for key, value in config.items() if key not in _NEUTRAL}
     return {key: _essential(value) if isinstance(value, dict) else value for key, value in kept.items()}
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from hf_dspark.distillation.blocks import Blocks
 from hf_dspark.modeling import DSparkDraftModel
 
-__all__ = ["LossTerms", "LossWeights", "Normalisers", "decay_weights", "dspark_loss", "expected_tokens_per_round", "normalisers", "slot_losses"]
+__all__ = ["LossTerms", "LossWeights", "Normalisers", "decay_weights", "dspark_loss", "expected_tokens_per_round", "normalisers"]
 
 # Values of one fp32 tensor over (rows, vocab) that may be alive at once.
 _CHUNK_VALUES = 2**23
@@ -128,21 +128,6 @@ def dspark_loss(
     )
 
 
-@torch.no_grad()
-def slot_losses(
-    draft: DSparkDraftModel, teacher: torch.Tensor, columns: torch.Tensor, hidden: torch.Tensor, features: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """CE = -log p_draft(label) and L1 = ||p_draft - p_target||_1 (not halved), each (rows,) fp32, without gradients.
-
-    Args:
-        teacher: (rows, hidden), the target's. columns: (rows,) long, labels in the draft's vocabulary, negative: outside it.
-        hidden: (rows, hidden), the draft's. features: (rows, rank), what the Markov head's W2 multiplies; None: rank 0.
-    """
-    logits, _ = _draft_logits(draft, hidden, features)
-    losses, _ = _law_losses(draft, logits, teacher, columns)
-    return losses[0], losses[1]
-
-
 def expected_tokens_per_round(acceptance: torch.Tensor, slot_mask: torch.Tensor, num_anchors: torch.Tensor | None = None) -> torch.Tensor:
     """tau = 1 + sum over k of a_1 ... a_k, from `acceptance` (batch, anchors, block), averaged over anchors with a supervised slot
     by `slot_mask` (batch, anchors, block); slots that don't count end their block -> scalar, 0 without such an anchor.
@@ -169,15 +154,18 @@ def _weighted_losses(draft, inputs, teacher, columns, coefficients, num_rows: in
     parameters = [parameter for head in heads for parameter in head.parameters() if parameter.requires_grad]
     gradients = [torch.zeros_like(value) for value in (*inputs, *parameters)]
     losses = torch.zeros_like(coefficients)
+    # A row's share of a step is less than half precision resolves: gradients are taken of losses that weigh about 1.
+    scale = coefficients.amax().clamp(min=1e-30) if len(teacher) else coefficients.new_ones(())
+    scaled = coefficients / scale
     for start in range(0, len(teacher), num_rows):
         part = slice(start, start + num_rows)
         chunk = [value[part].detach().requires_grad_(training) for value in inputs]
         sums = [*(gradient[part] for gradient in gradients[: len(inputs)]), *gradients[len(inputs) :]]
-        losses[:, part] = _chunk_losses(draft, chunk, parameters, teacher[part], columns[part], coefficients[:, part] if training else None, sums)
+        losses[:, part] = _chunk_losses(draft, chunk, parameters, teacher[part], columns[part], scaled[:, part] if training else None, sums)
     total = (coefficients * losses).sum()
     if training:
         # A term of value 0 whose gradient is the one at hand.
-        carrier = sum((value * gradient).sum() for value, gradient in zip((*inputs, *parameters), gradients))
+        carrier = scale * sum((value * gradient).sum(dtype=torch.float32) for value, gradient in zip((*inputs, *parameters), gradients))
         total = total + (carrier - carrier.detach())
     return total, *losses
 

@@ -56,8 +56,9 @@ def take_provenance(rows: Dataset | IterableDataset) -> tuple[Dataset | Iterable
 
 
 def training_data(sources: list[dict], args: DistillationArguments, tokenizer: PreTrainedTokenizerBase, revision: str | None) -> dict:
-    """What a draft's config keeps of its training rows: `regenerated_share` (of the rows, 0 to 1), `regenerated_token_share`,
-    `sampling` in words, `chat_template_sha256`, and the `sources` themselves. Warns of rows that another target or template wrote.
+    """What a draft's config keeps of its training rows: `regenerated_share` (of the rows, 0 to 1) and `regenerated_token_share` that the
+    target itself wrote, its `sampling` in words, `chat_template_sha256`, and the `sources` of all regenerated rows. Warns of rows that
+    another target or template wrote.
 
     Args:
         sources: from `take_provenance`.
@@ -67,10 +68,11 @@ def training_data(sources: list[dict], args: DistillationArguments, tokenizer: P
     for source in regenerated:
         for problem in _disagreements(source, args, tokenizer, revision):
             logger.warning("regenerated training rows: %s", problem)
+    own = [source for source in regenerated if source["target"] == public_name(args.target)]
     facts = {
-        "regenerated_share": _total(regenerated, "share"),
-        "regenerated_token_share": _total(regenerated, "token_share"),
-        "sampling": "; ".join(dict.fromkeys(map(sampling_in_words, regenerated))) or None,
+        "regenerated_share": _total(own, "share"),
+        "regenerated_token_share": _total(own, "token_share"),
+        "sampling": "; ".join(dict.fromkeys(map(sampling_in_words, own))) or None,
         "chat_template_sha256": ", ".join(dict.fromkeys(s["chat_template_sha256"] for s in sources if s.get("chat_template_sha256"))) or None,
         "sources": regenerated or None,
     }

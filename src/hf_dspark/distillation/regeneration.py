@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 
@@ -9,11 +10,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from hf_dspark.distillation.answers import CUT, EMPTY, LOOPING
 from hf_dspark.distillation.conversations import ChatTemplate
 from hf_dspark.distillation.corpus import held_out_split, stdlib_modules
 from hf_dspark.distillation.data import load_source
-from hf_dspark.distillation.dialogues import Dialogue, find_prompts, read_dialogues
+from hf_dspark.distillation.dialogues import CUT, EMPTY, LOOPING, Dialogue, find_prompts, read_dialogues
 from hf_dspark.distillation.provenance import PROVENANCE_COLUMN, chat_template_sha256, row_provenance, sampling_in_words
 from hf_dspark.distillation.regeneration_arguments import RegenerationArguments
 from hf_dspark.distillation.row_journal import RowJournal
@@ -46,8 +46,12 @@ def regenerate(args: RegenerationArguments) -> Path:
     """
     run = _Run(args)
     try:
-        with logging.tqdm(total=run.num_rows, desc="answering", unit="row", disable=None) as bar:
-            for dialogue, error in run.writer().answer_all(run.dialogues(bar)):
+        with (
+            logging.tqdm(total=run.num_rows, desc="answering", unit="row", disable=None) as bar,
+            # A server must not be asked on behind an error, which may be held for long.
+            closing(run.writer().answer_all(run.dialogues(bar))) as answered,
+        ):
+            for dialogue, error in answered:
                 run.keep(dialogue, error)
                 bar.update()
         if not run.is_complete:
@@ -71,8 +75,8 @@ class _Run:
         self.tokenizer = AutoTokenizer.from_pretrained(args.target)
         self.sampling = Sampling.of_run(_generation_config(args.target), args)
         self.rows = None if self.is_stdlib else load_source(args.dataset, args)
-        self.column = None if self.is_stdlib else find_prompts(self.rows, args.dataset_column, args.dataset)
-        self.chat = ChatTemplate(self.tokenizer, args.enable_thinking) if self._is_chat() else None
+        self.column, is_text = (None, True) if self.is_stdlib else find_prompts(self.rows, args.dataset_column, args.dataset)
+        self.chat = ChatTemplate(self.tokenizer, args.enable_thinking) if self._is_chat(is_text) else None
         available = len(self.rows) if hasattr(self.rows, "__len__") else None
         self.num_rows = args.num_rows if available is None else min(available, args.num_rows or available)
         self.num_asked = self.num_answered = self.num_without_prompt = 0
@@ -98,8 +102,9 @@ class _Run:
             continued = self.tokenizer if self.chat is None else None
             read = read_dialogues(self.rows, self.column, self.args.answered_turns, continued, self.args.prompt_tokens)
         for number, dialogue in enumerate(islice(read, self.num_rows)):
-            if dialogue is not None and self.journal.fingerprints.get(number) != dialogue.fingerprint():
+            if dialogue is None or self.journal.fingerprints.get(number) != dialogue.fingerprint():
                 self.journal.forget(number)
+            if dialogue is not None and number not in self.journal.fingerprints:
                 self.num_asked += 1
                 yield dialogue
                 continue
@@ -122,7 +127,7 @@ class _Run:
         """Writes down what has come of a dialogue.
 
         Raises:
-            ValueError: nothing but failures so far.
+            ValueError: nothing but failures so far, in earlier runs neither.
         """
         self.num_answered += 1
         if error is None:
@@ -132,7 +137,8 @@ class _Run:
         words = f"{type(error).__name__}: {error}" if self.server is None else str(error)
         self.journal.add_failure(dialogue.row, words)
         self.first_error = self.first_error or words
-        if self.journal.num_failed == self.num_answered >= _HOPELESS_FAILURES:
+        # What failed before is asked first again, so rows of an earlier run count as well.
+        if not len(self.journal) and self.journal.num_failed >= _HOPELESS_FAILURES:
             raise ValueError(f"none of the first {_HOPELESS_FAILURES} rows could be answered; the first failed with {self.first_error}")
 
     def finish(self) -> Path:
@@ -179,10 +185,9 @@ class _Run:
             remarks.append(f"{failed:,} rows failed, see {self.journal.failures}; the same command asks for these again")
         return "; " + "; ".join(remarks)
 
-    def _is_chat(self) -> bool:
+    def _is_chat(self, is_text: bool) -> bool:
         if self.is_stdlib or self.args.apply_chat_template is False:
             return False
-        is_text = isinstance(next(iter(self.rows))[self.column], str)
         return not is_text or self.tokenizer.chat_template is not None or self.args.apply_chat_template is True or self.args.server is not None
 
     def _facts(self, dataset: str, **more) -> dict:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from hf_dspark.distillation.answers import LOOPING_SHARE
 from hf_dspark.distillation.server import check_server_url
+from hf_dspark.evaluation.acceptance import LOOPING_SHARE
 
 __all__ = ["RegenerationArguments"]
 

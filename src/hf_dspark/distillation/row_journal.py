@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 __all__ = ["RowJournal"]
@@ -17,7 +18,8 @@ class RowJournal:
         settings: what the rows depend on; another run's are not mixed with these.
 
     Raises:
-        ValueError: the output is there already and nothing is left to do for it, or the unfinished file is of other settings.
+        ValueError: the output is there already and nothing is left to do for it, or the unfinished file is of other settings, or another run's
+            that has not ended.
     """
 
     def __init__(self, output: Path, settings: dict):
@@ -30,11 +32,17 @@ class RowJournal:
         if output.exists() and not self.unfinished.exists():
             raise ValueError(f"output_file {output} is there already, with all its rows; delete it to write it anew, or name another file")
         output.parent.mkdir(parents=True, exist_ok=True)
-        if self.unfinished.exists() and self.unfinished.stat().st_size:
-            self._read()
-        else:
-            self.unfinished.write_text(json.dumps({"settings": self.settings}) + "\n", encoding="utf-8")
         self._file = self.unfinished.open("ab")
+        try:
+            self._lock()
+            if self.unfinished.stat().st_size:
+                self._read()
+            else:
+                self._file.write(json.dumps({"settings": self.settings}).encode() + b"\n")
+                self._file.flush()
+        except BaseException:
+            self._file.close()
+            raise
         # What failed is asked again.
         self.failures.unlink(missing_ok=True)
 
@@ -53,6 +61,8 @@ class RowJournal:
             self._file.write(line.encode())
             self._file.flush()
         except OSError as error:
+            with suppress(OSError):  # what is still to be written would fail once more
+                self._file.close()
             raise OSError(error.errno, f"{error.strerror}; {self.resume_hint()}", str(self.unfinished)) from error
         self.fingerprints[number], self._places[number] = fingerprint, place
 
@@ -80,6 +90,8 @@ class RowJournal:
         try:
             with whole.open("w", encoding="utf-8") as file:
                 file.writelines(json.dumps(row) + "\n" for row in rows)
+                file.flush()
+                os.fsync(file.fileno())  # before the journal goes
             os.replace(whole, self.output)
         except BaseException:
             whole.unlink(missing_ok=True)
@@ -99,6 +111,18 @@ class RowJournal:
         if not self.fingerprints and not self.output.exists():
             self.unfinished.unlink(missing_ok=True)
 
+    def _lock(self) -> None:
+        """Until the file is closed no other run may open it, which would cut off what this one is writing. Not on Windows."""
+        with suppress(ImportError):
+            import fcntl
+
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ValueError(f"another run is writing {self.unfinished}; let it end, or name another output_file") from error
+            except OSError:
+                return  # a file system without locks
+
     def _read(self) -> None:
         """Takes over the whole entries of an interrupted run and cuts off what comes behind them."""
         with self.unfinished.open("rb") as file:
@@ -108,7 +132,8 @@ class RowJournal:
             while (entry := _parsed(file.readline())) is not None and "fingerprint" in entry:
                 self.fingerprints[entry["row"]], self._places[entry["row"]] = entry["fingerprint"], place
                 place = file.tell()
-        os.truncate(self.unfinished, place)
+        self._file.truncate(place)
+        self._file.seek(place)  # what is appended next is known by where it stands
 
     def _check_settings(self, begun: dict | None) -> None:
         if not isinstance(begun, dict):

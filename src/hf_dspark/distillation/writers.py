@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_dspark.distillation.answers import judge_answer
 from hf_dspark.distillation.conversations import ChatTemplate
-from hf_dspark.distillation.dialogues import Dialogue
+from hf_dspark.distillation.dialogues import Dialogue, judge_answer
 from hf_dspark.distillation.regeneration_arguments import RegenerationArguments
 from hf_dspark.distillation.sampling import Sampling
 from hf_dspark.distillation.server import ChatServer, RequestRefused, ask_all

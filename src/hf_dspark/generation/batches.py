@@ -8,6 +8,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_dspark.generation.candidates import DSparkCandidateGenerator
+from hf_dspark.generation.context_limits import ContextLimits
 from hf_dspark.generation.decoding import Request, length_limit
 from hf_dspark.generation.key_values import KeyValueStore
 from hf_dspark.generation.packing import packing_failure
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 # Model arguments that a packed step has its own of, or that only say what it does anyway.
 _PACKED_ARGUMENTS = {"attention_mask", "position_ids", "cache", "use_cache", "logits_to_keep"}
+# Model arguments with a row for each text and a column for each of its tokens, or of those that a cache holds and it.
+_ROW_ARGUMENTS = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids", "inputs_embeds")
 _warned: set[tuple[str, str]] = set()
 
 
@@ -39,22 +42,25 @@ def row_requests(
     One row uses the target's ordinary cache. Several are packed where the target can, and otherwise decoded a round of each in turn.
 
     Raises:
-        ValueError: a row is padded on the right, or empty; a batch that continues a cache.
+        ValueError: an argument with other rows or another length than the texts; a row that is padded on the right, or empty; a batch
+            that continues a cache, or keeps it in another memory.
     """
     num_rows = input_ids.shape[0]
+    _refuse_other_shapes(input_ids, model_kwargs)
     if num_rows == 1:
         sequence = CachedSequence(target, generation_config, model_kwargs)
         generator = None if draft is None else DSparkCandidateGenerator(draft, target, generation_config, logits_processor)
         return [Request(target, input_ids, generation_config, logits_processor, stopping_criteria, sequence, generator, streamer)]
     _refuse_batch(input_ids, model_kwargs)
-    reason = unpacked_reason(target, generation_config, model_kwargs)
+    max_length = length_limit(generation_config, stopping_criteria)
+    reason = unpacked_reason(target, generation_config, model_kwargs, max_length)
     if reason is not None:
         warn_unpacked(target, reason)
     requests, store = [], KeyValueStore()
     for row in range(num_rows):
         own_ids, own_kwargs = input_ids[row : row + 1], _row_kwargs(model_kwargs, row, num_rows)
         if reason is None:
-            sequence = PackedSequence(target, own_ids, own_kwargs.get("attention_mask"), store, length_limit(generation_config, stopping_criteria))
+            sequence = PackedSequence(target, own_ids, own_kwargs.get("attention_mask"), store, max_length)
         else:
             sequence = CachedSequence(target, generation_config, own_kwargs)
         processors, criteria = row_processors(logits_processor, row, num_rows), row_criteria(stopping_criteria)
@@ -96,7 +102,31 @@ def _joined_steps(rows: list[tuple | None]) -> tuple[torch.Tensor, ...] | None:
     return tuple(torch.cat([row[k] if k < len(row) else ended for row in rows]) for k in range(max(map(len, rows))))
 
 
+def _refuse_other_shapes(input_ids: torch.Tensor, model_kwargs: dict) -> None:
+    """Raises ValueError for an argument whose rows or columns are not those of the texts."""
+    embeds, cache = model_kwargs.get("inputs_embeds"), model_kwargs.get("cache")
+    name, text = ("input_ids", input_ids) if embeds is None else ("inputs_embeds", embeds)
+    lengths = {input_ids.shape[1], text.shape[1]}
+    if cache is not None:
+        lengths |= {int(cache.get_seq_length()) + length for length in lengths}
+    for own in _ROW_ARGUMENTS:
+        value = model_kwargs.get(own)
+        if not isinstance(value, torch.Tensor) or (own == "attention_mask" and value.dim() != 2):
+            continue
+        # Positions of several axes come first, and may be those of all rows.
+        num_rows, length = value.shape[:2] if own == "inputs_embeds" else value.shape[-2:] if value.dim() > 1 else (1, value.shape[-1])
+        if length not in lengths or (num_rows != text.shape[0] and not (own == "position_ids" and num_rows == 1)):
+            # generate() drops a mask of ones alone, and makes positions of it.
+            own = "attention_mask or position_ids" if own == "position_ids" else own
+            raise ValueError(f"{own} has the shape {tuple(value.shape)}, which does not fit {name} of shape {tuple(text.shape)}")
+
+
 def _refuse_batch(input_ids: torch.Tensor, model_kwargs: dict) -> None:
+    if getattr(model_kwargs["cache"], "offloading", False):
+        raise ValueError(
+            f"a batch of {input_ids.shape[0]} rows can't share an offloaded cache (cache_implementation='offloaded') with a DSpark draft, which "
+            "needs one a row; use hf_dspark.generate_many, or leave it unset"
+        )
     if (held := int(model_kwargs["cache"].get_seq_length())) > 0:
         raise ValueError(
             f"a batch of {input_ids.shape[0]} rows can't continue a cache (it holds {held} tokens) with a DSpark draft; continue each row by itself, "
@@ -112,8 +142,12 @@ def _refuse_batch(input_ids: torch.Tensor, model_kwargs: dict) -> None:
             raise ValueError(f"row {row} of the batch is padded on the right; a text is continued from its last token: use padding_side='left'")
 
 
-def unpacked_reason(target: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict) -> str | None:
-    """Why requests with these arguments of generate() can not be packed, None: they can."""
+def unpacked_reason(target: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict, max_length: int) -> str | None:
+    """Why requests with these arguments of generate(), of up to `max_length` tokens, can not be packed, None: they can.
+
+    Raises:
+        ValueError: nor decoded in turn (a dynamic rope, see `ContextLimits`).
+    """
     given = {name for name, value in model_kwargs.items() if value is not None} - _PACKED_ARGUMENTS
     if given:
         return f"generate() was given {sorted(given)}"
@@ -126,7 +160,7 @@ def unpacked_reason(target: PreTrainedModel, generation_config: GenerationConfig
         return "generate() was given position_ids of its own"
     if generation_config.cache_implementation not in (None, "dynamic"):
         return f"cache_implementation={generation_config.cache_implementation!r}"
-    return packing_failure(target)
+    return ContextLimits.of(target.config).unpacked_reason(max_length) or packing_failure(target)
 
 
 def _usual_positions(mask: torch.Tensor | None, positions: torch.Tensor) -> torch.Tensor:
@@ -143,6 +177,8 @@ def _row_kwargs(model_kwargs: dict, row: int, num_rows: int) -> dict:
     for name, value in model_kwargs.items():
         if name == "cache":
             value = copy.deepcopy(value)
+        elif name == "position_ids" and value is not None and value.dim() == 3:  # (axes, batch, tokens)
+            value = value if value.shape[1] == 1 else value[:, row : row + 1]
         elif isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape[0] == num_rows:
             value = value[row : row + 1]
         own[name] = value

@@ -9,6 +9,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from hf_dspark.generation.acceptance import choose
+from hf_dspark.generation.context_limits import ContextLimits
 from hf_dspark.generation.large_vocabulary import LARGE_VOCABULARY, best_tokens
 from hf_dspark.generation.options import draft_options
 from hf_dspark.generation.processors import draft_processors
@@ -51,7 +52,7 @@ class DSparkCandidateGenerator(CandidateGenerator):
         self.draft = draft.bind(target)
         self.tables = draft.tables
         self.options = draft_options(draft)
-        self.max_length = generation_config.max_length
+        self.max_length, self.limits = generation_config.max_length, ContextLimits.of(target.config)
         self.samples_chain = generation_config.do_sample and self.options.draft_sampling == "chain"
         self.processors = logits_processor or LogitsProcessorList()
         self.keeps_confidence = False
@@ -213,7 +214,8 @@ class DSparkCandidateGenerator(CandidateGenerator):
             self.observe_prompt(model_outputs, input_ids[:, :-1], mask, model_outputs.cache)
         else:
             self.observe_verification(model_outputs, int(n_last_matches) + 1)
-        proposal = self.propose(input_ids, self.max_length - input_ids.shape[1] - 1)
+        num_positions = self._next_slot - self._num_padded + 1
+        proposal = self.propose(input_ids, self.limits.num_drafts(num_positions, self.max_length - input_ids.shape[1] - 1))
         if not proposal.ids:
             return input_ids, None
         ids = torch.cat([input_ids, torch.tensor([proposal.ids], device=input_ids.device)], dim=1)

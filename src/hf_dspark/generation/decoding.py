@@ -9,6 +9,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_dspark.generation.acceptance import accept_or_replace
 from hf_dspark.generation.candidates import DSparkCandidateGenerator, Proposal, propose_all
+from hf_dspark.generation.context_limits import ContextLimits
 from hf_dspark.generation.large_vocabulary import draw, largest_token
 from hf_dspark.generation.report import RequestRecord, RoundRecord, active_report
 from hf_dspark.generation.steps import CachedSequence, PackedSequence, forward_all
@@ -45,6 +46,7 @@ class Request:
         self.keep_rows = self.scores is not None or self.logits is not None
         self.stop_ids = _plain_stop_ids(stopping_criteria)
         self.max_length = length_limit(generation_config, stopping_criteria)
+        self.limits = ContextLimits.of(target.config)
         report = active_report.get()
         self.clock = None if report is None else _Clock(report, input_ids.shape[1], target.device)
         if generator is not None:
@@ -77,7 +79,9 @@ class Request:
     @property
     def num_to_draft(self) -> int:
         """Drafts that fit: the round's last token is the target's own, and the first token leaves before the draft is touched."""
-        return self.budget - 1 if self.started and self.generator is not None else 0
+        if not self.started or self.generator is None:
+            return 0
+        return self.limits.num_drafts(self.sequence.num_positions, self.budget - 1)
 
     def accept(self, proposal: Proposal, outputs) -> None:
         """The end of a round: accept drafts, commit tokens, take back the rest."""
@@ -106,6 +110,11 @@ class Request:
             self.generator.observe_prompt(outputs, sequence.prompt_ids[None] if packed else self.prompt_ids, sequence.attention_mask, sequence.cache)
             if self.clock is not None:
                 self.clock.record.missing_context_tokens = self.generator.missing_context_tokens
+
+    def fail_forward(self, error: Exception) -> None:
+        """Ends the request with what a forward raised."""
+        num_positions = self.sequence.num_positions if self.started else self.num_tokens
+        self.fail(self.limits.explained(error, num_positions, type(self.target).__name__))
 
     def fail(self, error: Exception) -> None:
         """Ends the request with `error`."""
@@ -230,7 +239,7 @@ def step(running: list[Request]) -> None:
             results = forward_all(going, [proposals[request] for request in going])
         for request, outputs in zip(going, results):
             if isinstance(outputs, Exception):
-                request.fail(outputs)
+                request.fail_forward(outputs)
                 continue
             try:
                 request.accept(proposals[request], outputs)
@@ -246,9 +255,13 @@ def length_limit(generation_config: GenerationConfig, criteria: StoppingCriteria
 
 def _plain_stop_ids(criteria: StoppingCriteriaList) -> set[int] | None:
     """The stop tokens where length and stop tokens are all that ends the text (decided without a device's round trip), else None."""
+    ids = [criterion.eos_token_id for criterion in criteria if type(criterion) is EosTokenCriteria]
+    for own in ids:
+        if own.dim() != 1:
+            raise ValueError(f"eos_token_id must be a token id or a list of them, got {own.tolist()}")
     if any(type(criterion) not in (MaxLengthCriteria, EosTokenCriteria) for criterion in criteria):
         return None
-    return {token for criterion in criteria if type(criterion) is EosTokenCriteria for token in criterion.eos_token_id.tolist()}
+    return {token for own in ids for token in own.tolist()}
 
 
 class _Clock:

@@ -96,6 +96,8 @@ def _generate(
     inputs_tensor=None, assistant_tokenizer=None, tokenizer=None, **model_kwargs,
 ):  # fmt: skip
     embeds = model_kwargs.get("inputs_embeds")
+    if input_ids.shape[0] == 0:
+        raise ValueError(f"the batch has no rows (input_ids of shape {tuple(input_ids.shape)})")
     if (input_ids if embeds is None else embeds).shape[1] == 0:
         raise ValueError(f"the prompt is empty (input_ids of shape {tuple(input_ids.shape)}); give it at least one token, for example the bos token")
     if model_kwargs.get("cache") is None:
@@ -139,6 +141,7 @@ def refuse_unsupported(target: PreTrainedModel, draft: DSparkDraftModel, generat
         raise ValueError("assistant_tokenizer must be the target's own tokenizer, whose vocabulary a DSpark draft uses; leave it out")
     if target.config.is_encoder_decoder:
         raise ValueError(f"{type(target).__name__} is an encoder-decoder; a DSpark draft needs a decoder-only target")
+    refuse_virtual_tokens(target)
     if target._is_stateful:
         raise ValueError(f"{type(target).__name__} is recurrent: its state can't be rolled back after a rejected draft")
     layer_types = getattr(target.config.get_text_config(), "layer_types", None) or []
@@ -149,6 +152,16 @@ def refuse_unsupported(target: PreTrainedModel, draft: DSparkDraftModel, generat
     if draft.config.mask_token_id in stop_ids:
         raise ValueError(f"the draft's mask_token_id {draft.config.mask_token_id} is a stop token of this call (eos_token_id={stop_ids})")
     draft.bind(target)
+
+
+def refuse_virtual_tokens(target: PreTrainedModel) -> None:
+    """Raises ValueError for a target that PEFT gives virtual tokens: while its generate() runs, PEFT prepares the inputs in its place."""
+    owner = getattr(vars(target).get("prepare_inputs_for_generation"), "__self__", None)
+    if getattr(config := getattr(owner, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError(
+            f"{type(target).__name__} has virtual tokens of PEFT ({type(config).__name__}), which are put in by generate() of PEFT alone and not "
+            "where drafts are verified or requests share a forward; use generate() without assistant_model, or another kind of adapter"
+        )
 
 
 def _warn_wrong_door(assistant) -> None:

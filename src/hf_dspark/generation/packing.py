@@ -16,7 +16,7 @@ from inspect import signature
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import ModelOutput
@@ -132,7 +132,7 @@ _step: ContextVar[_Step | None] = ContextVar("hf_dspark_packed_step", default=No
 _locks: "weakref.WeakKeyDictionary[PreTrainedModel, threading.RLock]" = weakref.WeakKeyDictionary()
 _verdicts: "weakref.WeakKeyDictionary[PreTrainedModel, tuple]" = weakref.WeakKeyDictionary()
 _guard = threading.Lock()
-# id of a config -> its implementation before the switch, for other threads' forwards; kept, since they may ask after the switch back.
+# id of a living config -> its implementation before the switch, for other threads' forwards; kept, since they may ask after the switch back.
 _usual_names: dict[int, str] = {}
 
 
@@ -186,8 +186,8 @@ def packed_forward(
 
 def packing_failure(target: PreTrainedModel) -> str | None:
     """Why `target` can't decode many requests in one forward, None: it can. Found out once a target, by comparing one packed forward
-    of two short texts with separate ones."""
-    key = (target.config._attn_implementation, target.dtype, str(target.device), target.training)
+    of two short texts with separate ones, prepared as generate() prepares them."""
+    key = (target.config._attn_implementation, target.dtype, str(target.device), target.training, *_own_preparation(target))
     with _lock(target):
         if target not in _verdicts or _verdicts[target][0] != key:
             _verdicts[target] = (key, _compare(target))
@@ -204,19 +204,40 @@ def _compare(target: PreTrainedModel) -> str | None:
     pool, firsts = KeyValuePool(), (5, 3)
     places = [pool.add() for _ in texts]
     try:
-        apart = [target(input_ids=torch.tensor([text], device=device), use_cache=False, return_dict=True).logits[0].float() for text in texts]
         packed_forward(target, [Segment(place, text[:first], 1) for place, text, first in zip(places, texts, firsts)], [])
         rest = [Segment(place, text[first:], len(text) - first) for place, text, first in zip(places, texts, firsts)]
         windows: dict[int, int | None] = {}
         together = packed_forward(target, rest, [], windows)
+        apart = [_usual_logits(target, torch.tensor([text], device=device), first) for text, first in zip(texts, firsts)]
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     tolerance = 1e-3 if target.dtype.itemsize >= 4 else 5e-2
-    for expected, outputs, first in zip(apart, together, firsts):
-        difference, scale = (outputs.logits[0].float() - expected[first:]).abs().max().item(), max(1.0, expected.abs().max().item())
+    for expected, outputs in zip(apart, together):
+        difference, scale = (outputs.logits[0].float() - expected).abs().max().item(), max(1.0, expected.abs().max().item())
         if not difference <= tolerance * scale:
             return f"the logits of {name} differ by {difference:.3g} (largest {scale:.3g}) between a packed forward and separate ones"
     return _unseen_window(config, windows)
+
+
+def _usual_logits(target: PreTrainedModel, ids: torch.Tensor, first: int) -> torch.Tensor:
+    """(tokens - first, vocab) fp32 logits after `ids` (1, tokens) from `first` on, in two forwards that go the way of generate()."""
+    positions = torch.arange(first, device=ids.device)[None]
+    arguments = dict(attention_mask=None, position_ids=positions, cache=DynamicCache(config=target.config), use_cache=True)
+    outputs = target(**target.prepare_inputs_for_generation(ids[:, :first], is_first_iteration=True, **arguments), return_dict=True)
+    num_rest = ids.shape[1] - first
+    arguments = target._update_model_kwargs_for_generation(outputs, arguments, num_new_tokens=num_rest)
+    outputs = target(**target.prepare_inputs_for_generation(ids, next_sequence_length=num_rest, **arguments), return_dict=True)
+    return outputs.logits[0, -num_rest:].float()
+
+
+def _own_preparation(target: PreTrainedModel) -> tuple:
+    """What tells one replacement of this target's `prepare_inputs_for_generation` from another, without keeping it alive."""
+    method = vars(target).get("prepare_inputs_for_generation")
+    if method is None:
+        return ()
+    owner = getattr(method, "__self__", None)
+    function = weakref.ref(getattr(method, "__func__", method))
+    return (function,) if owner is None else (function, weakref.ref(owner), repr(getattr(owner, "active_adapter", None)))
 
 
 def _unseen_window(config, windows: dict[int, int | None]) -> str | None:
@@ -253,7 +274,8 @@ def _packed_attention(target: PreTrainedModel, step: _Step):
         before = [config._attn_implementation_internal for config in configs]
         token = _step.set(step)
         try:
-            _usual_names.update((id(config), implementation) for config, implementation in zip(configs, before) if implementation != _NAME)
+            for config, implementation in zip(configs, before):
+                _note_usual_name(config, implementation)
             for config in configs:
                 config._attn_implementation_internal = _NAME
             yield
@@ -261,6 +283,14 @@ def _packed_attention(target: PreTrainedModel, step: _Step):
             for config, implementation in zip(configs, before):
                 config._attn_implementation_internal = implementation
             _step.reset(token)
+
+
+def _note_usual_name(config, implementation: str) -> None:
+    if implementation == _NAME:
+        return
+    if id(config) not in _usual_names:
+        weakref.finalize(config, _usual_names.pop, id(config), None)
+    _usual_names[id(config)] = implementation
 
 
 def _all_configs(config) -> list:

@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 from hf_dspark.generation.batches import unpacked_reason, warn_unpacked
 from hf_dspark.generation.candidates import DSparkCandidateGenerator
 from hf_dspark.generation.decoding import Request, length_limit, step
-from hf_dspark.generation.hook import as_draft, refuse_unsupported
+from hf_dspark.generation.hook import as_draft, refuse_unsupported, refuse_virtual_tokens
 from hf_dspark.generation.key_values import KeyValueStore
 from hf_dspark.generation.processors import row_criteria, row_processors
 from hf_dspark.generation.steps import CachedSequence, PackedSequence
@@ -85,6 +85,8 @@ def generate_many(
     _check_prompts(prompts)
     if not hasattr(target, "generate"):
         raise ValueError(f"target must be a model, got {type(target).__name__}")
+    if on_tokens is not None and not callable(on_tokens):
+        raise ValueError(f"on_tokens must be a function of an index and its new token ids, got {on_tokens!r}")
     _refuse_options(options)
     for name in ("input_ids", "attention_mask", "seed"):
         if options.get(name) is not None:
@@ -105,6 +107,7 @@ class _Queue:
 
     def __init__(self, target, draft, prompts, max_concurrency, max_cached_tokens, on_tokens, options):
         self.target, self.draft, self.on_tokens, self.options = target, draft, on_tokens, options
+        self.model = target  # what generate() of a wrapped target (PEFT, torch.compile) runs
         self.total = len(prompts) if hasattr(prompts, "__len__") else None
         self.prompts, self.max_concurrency, self.max_cached_tokens = enumerate(prompts), max_concurrency, max_cached_tokens
         self.store = KeyValueStore()
@@ -197,7 +200,7 @@ class _Queue:
     def _request(self, index: int, prompt) -> Request:
         own = dict(prompt) if isinstance(prompt, Mapping) else {"input_ids": prompt}
         _refuse_options(own)
-        seed, input_ids = own.pop("seed", None), _checked_ids(own.pop("input_ids", None), self.target)
+        seed, input_ids = own.pop("seed", None), _checked_ids(own.pop("input_ids", None), self.model)
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise ValueError(f"seed must be a whole number, got {seed!r}")
         if own.get("attention_mask") is not None:
@@ -216,6 +219,8 @@ class _Queue:
         probe = torch.tensor([[1 if pad_token_id == 0 else 0]], device=self.target.device)
 
         def prepared(target, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
+            refuse_virtual_tokens(target)
+            self.model = target
             self._refuse_modes(generation_config, model_kwargs)
 
         options = _with_stop_strings(self.target, self._shared_options())
@@ -226,7 +231,7 @@ class _Queue:
         if model_kwargs.get("cache") is None:
             raise ValueError("generate_many needs a cache; leave use_cache out")
         if self.draft is not None:
-            refuse_unsupported(self.target, self.draft, generation_config, {})
+            refuse_unsupported(self.model, self.draft, generation_config, {})
 
     def _shared_options(self) -> dict:
         """The options for all requests, with processors and criteria that keep nothing of another's text."""
@@ -245,17 +250,17 @@ class _Queue:
                 f"the text may grow to {limit} tokens, more than max_cached_tokens={self.max_cached_tokens}; lower its "
                 "max_new_tokens or raise the bound"
             )
-        generator = None if self.draft is None else DSparkCandidateGenerator(self.draft, self.target, generation_config, logits_processor)
+        generator = None if self.draft is None else DSparkCandidateGenerator(self.draft, self.model, generation_config, logits_processor)
         events = None if self.on_tokens is None else _Events(index, self.on_tokens)
-        random = None if seed is None else torch.Generator(self.target.device).manual_seed(seed)
-        reason = unpacked_reason(self.target, generation_config, model_kwargs)
+        random = None if seed is None else torch.Generator(self.model.device).manual_seed(seed)
+        reason = unpacked_reason(self.model, generation_config, model_kwargs, limit)
         if reason is None:  # last, because it takes a place
-            sequence = PackedSequence(self.target, input_ids, model_kwargs.get("attention_mask"), self.store, limit)
+            sequence = PackedSequence(self.model, input_ids, model_kwargs.get("attention_mask"), self.store, limit)
         else:
-            warn_unpacked(self.target, reason)
-            sequence = CachedSequence(self.target, generation_config, model_kwargs)
+            warn_unpacked(self.model, reason)
+            sequence = CachedSequence(self.model, generation_config, model_kwargs)
         return Request(
-            self.target, input_ids, generation_config, logits_processor, stopping_criteria, sequence, generator, streamer=events, random=random
+            self.model, input_ids, generation_config, logits_processor, stopping_criteria, sequence, generator, streamer=events, random=random
         )
 
 
@@ -287,7 +292,8 @@ def _completion(index: int, request: Request) -> Completion:
 def _check_prompts(prompts) -> None:
     """Raises ValueError for one prompt in place of many, texts, and what is no iterable."""
     is_list = isinstance(prompts, list | tuple) and len(prompts) > 0
-    if isinstance(prompts, str) or getattr(prompts, "ndim", 2) < 2 or (is_list and isinstance(prompts[0], int)):
+    is_text = is_list and (isinstance(prompts[0], int) or getattr(prompts[0], "ndim", 1) == 0)
+    if isinstance(prompts, str) or getattr(prompts, "ndim", 2) < 2 or is_text:
         raise ValueError(f"prompts must be several prompts of token ids (tokenizer(text).input_ids for each text), got one: {prompts!r:.60}")
     if isinstance(prompts, Mapping):
         raise ValueError(f"prompts must be an iterable of prompts, got one dictionary of {sorted(prompts)}: give its input_ids")
@@ -302,6 +308,7 @@ def _refuse_options(options: Mapping) -> None:
         ("streamer", "use on_tokens"),
         ("assistant_model", "give the draft as the argument draft"),
         ("custom_generate", "use generate()"),
+        ("adapter_names", "activate one adapter with set_adapter"),
         ("synced_gpus", "each process has its own queue"),
         ("cache", "every text starts anew, with a cache of its own"),
         ("past_key_values", "every text starts anew, with a cache of its own"),

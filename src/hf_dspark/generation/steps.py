@@ -3,9 +3,10 @@
 import math
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from hf_dspark.generation.context_limits import positions_in_use
 from hf_dspark.generation.key_values import KeyValueStore
 from hf_dspark.generation.packing import Segment, packed_forward
 
@@ -19,6 +20,8 @@ class CachedSequence:
         self.target, self.generation_config, self.model_kwargs = target, generation_config, model_kwargs
         self.attention_mask = model_kwargs.get("attention_mask")
         self.recorded_past: list[tuple[object, bool]] = []
+        self.num_positions = 0  # of the text, its last token included, from the first forward on
+        self.has_verified = False
 
     @property
     def cache(self):
@@ -43,15 +46,35 @@ class CachedSequence:
         # Sliding layers keep what a rollback needs from now on; the prefill needs none of it.
         self.recorded_past = [(layer, layer.record_past) for layer in cache.layers if hasattr(layer, "record_past")]
         cache.activate_past_recording()
+        self.num_positions = positions_in_use(self.model_kwargs, int(cache.get_seq_length()))
         return outputs
 
     def verify(self, input_ids: torch.Tensor, draft_ids: list[int], overrides: dict) -> ModelOutput:
-        """One forward over the anchor (last of `input_ids` (1, tokens)) and the drafted ids."""
-        return verify(self.target, input_ids, draft_ids, self.model_kwargs, overrides)
+        """One forward over the anchor (last of `input_ids` (1, tokens)) and the drafted ids.
+
+        Raises:
+            ValueError: the target adds slots of its own to the cache, at the first forward with drafts.
+        """
+        checked = bool(draft_ids) and not self.has_verified
+        num_slots = int(self.cache.get_seq_length()) if checked else 0
+        outputs = verify(self.target, input_ids, draft_ids, self.model_kwargs, overrides)
+        if checked:
+            self.has_verified = True
+            num_new = int(outputs.cache.get_seq_length()) - num_slots
+            if num_new != 1 + len(draft_ids):
+                raise ValueError(
+                    f"{type(self.target).__name__} adds {num_new} tokens to its cache in a forward of {1 + len(draft_ids)}, so a draft that is "
+                    "rejected can't be taken back; generate without assistant_model"
+                )
+        return outputs
 
     def advance(self, tokens: list[int], outputs: ModelOutput) -> None:
         """Model arguments after `tokens` have been committed."""
+        before = self.cache
         self.model_kwargs = advance(self.target, self.model_kwargs, len(tokens), outputs)
+        if self.cache is not before:  # computed anew, see `verify`
+            self.recorded_past += [(layer, False) for layer in self.cache.layers if hasattr(layer, "record_past")]
+        self.num_positions += len(tokens)
 
     def rollback(self, num_tokens: int) -> None:
         """Takes the last `num_tokens` of the last forward back."""
@@ -73,6 +96,7 @@ class PackedSequence:
         self.attention_mask = None  # padded slots have no keys
         self.cache = store.add(max_length)
         self.last_id = int(real[-1])
+        self.num_positions = len(real)  # of the text, its last token included
         self.has_bad_keys = False
 
     def segment(self, draft_ids: list[int]) -> Segment:
@@ -84,6 +108,7 @@ class PackedSequence:
     def advance(self, tokens: list[int], outputs: ModelOutput) -> None:
         """`tokens` have been committed; positions follow from the length of the cache."""
         self.last_id = tokens[-1]
+        self.num_positions += len(tokens)
         # Keys that are not finite spoil all later rows, so the last one shows them.
         self.has_bad_keys = not math.isfinite(outputs.logits[0, -1, 0])
 
@@ -146,7 +171,14 @@ def verify(target: PreTrainedModel, input_ids: torch.Tensor, draft_ids: list[int
     inputs = target.prepare_inputs_for_generation(input_ids, next_sequence_length=num_rows, **model_kwargs)
     if "logits_to_keep" in inputs:
         inputs["logits_to_keep"] = num_rows
-    return target(**{**inputs, **overrides}, return_dict=True)
+    anew = inputs.get("cache") is None
+    if anew:  # where its rope changes, a target drops its cache and computes the whole text once more
+        inputs["cache"] = DynamicCache(config=target.config)
+        inputs["cache"].activate_past_recording()
+    outputs = target(**{**inputs, **overrides}, return_dict=True)
+    if anew and outputs.get("hidden_states") is not None:
+        outputs.hidden_states = tuple(layer if layer is None else layer[:, -num_rows:] for layer in outputs.hidden_states)
+    return outputs
 
 
 def advance(target: PreTrainedModel, model_kwargs: dict, num_new_tokens: int, outputs: ModelOutput | None = None) -> dict:

@@ -193,7 +193,8 @@ def _acceptance(config: DSparkConfig, card: DraftCard) -> dict:
     options = dict(measured["options"])
     command, temperature = options.pop("command"), options.pop("temperature", None)
     sampled = "sampled" if temperature is None else f"temperature {temperature:g}"
-    conditions = [measured["dtype"], *(f"{name.replace('held_out', 'held-out').replace('_', ' ')} {value}" for name, value in options.items())]
+    words = (f"{name.replace('held_out', 'held-out').replace('_', ' ')} {value}" for name, value in without_paths(options).items())
+    conditions = [measured["dtype"], *words]
     return {
         "command": _public_command(command),
         "conditions": [*conditions, *([f"on {card.machine}"] if card.machine else [])],
