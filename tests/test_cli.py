@@ -129,6 +129,10 @@ def test_verify_in_half_precision_says_what_it_allows(draft, capsys):
         (["evaluate", "--prompt-tokens", "2000"], "a prompt of 2001 tokens and max_new_tokens=128 do not fit into the target's context of 1024"),
         (["pretrain", "recipes/stdlib_target.yaml", "--hiden-size", "3"], "did you mean hidden_size"),
         (["quickstart", "--pair", "/nowhere"], "/nowhere/draft: there is no such folder"),
+        (["evaluate", "--raw"], "--raw is about the texts of --prompts=FILE"),
+        (["evaluate", "--prompts", "p.jsonl", "--held-out-modules", "4"], "--held-out-modules 4 is about held-out modules, in whose place"),
+        (["evaluate", "--prompts", "p.jsonl", "--prompt-tokens", "64"], "--prompt-tokens 64 is about held-out modules"),
+        (["distill", "recipes/qwen3_14b_fsdp.yaml", "--use_cpu", "true", "--bf16", "false"], "`torchrun --nproc_per_node 8 --no-python hf-dspark "),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -152,6 +156,21 @@ def test_an_unknown_option_is_refused_by_argparse(capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["verify", "--temprature", "1"])
     assert exit_.value.code == 2
+
+
+def test_an_interrupted_training_says_how_to_go_on(tmp_path, monkeypatch, capsys):
+    def interrupted(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_dspark.distillation.distill.distill", interrupted)
+    command = ["distill", "recipes/stdlib_draft.yaml", "--output_dir", str(tmp_path), "--bf16", "false"]
+    assert main(command) == 130
+    assert f"interrupted; there is no checkpoint in {tmp_path}, so the same command begins anew" in capsys.readouterr().err
+    for step in (9, 10, 11):  # the last of which is torn
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text('{"global_step": 1}' if step < 11 else "{")
+    assert main(command) == 130
+    assert f"the same command with --resume_from_checkpoint true goes on from {tmp_path / 'checkpoint-10'}" in capsys.readouterr().err
 
 
 def test_a_closed_pipe_is_no_error(monkeypatch):

@@ -19,6 +19,11 @@ class Options:
     bf16: bool = field(default=False, metadata={"help": "A bool."})
     use_cache: bool = field(default=True, metadata={"help": "A bool that is on."})
     layers: list[int] | None = field(default=None, metadata={"help": "A list."})
+    thinking: bool | None = field(default=None, metadata={"help": "A bool or None."})
+    folder: str | None = field(default=None, metadata={"help": "A text or None."})
+    report: None | str | list[str] = field(default="none", metadata={"help": "As transformers annotates it."})  # noqa: RUF036
+    files: list[str] | None = field(default=None, metadata={"help": "A list of texts."})
+    extras: dict | str | None = field(default=None, metadata={"help": "A dictionary, or a file with one."})
 
 
 @pytest.fixture
@@ -80,11 +85,44 @@ def test_flags_replace_what_the_file_says_and_nothing_else(recipe):
         ("- a\n- b\n", [], r"must hold lines of the form 'option: value', got list"),
         ("", [], r"must hold lines of the form"),
         ("target: [\n", [], r"run.yaml is not valid YAML"),
+        ("target: t\nmax_steps: 3\ntarget: u\n", [], r"(?s)run.yaml is not valid YAML: target is set twice.*line 3"),
+        ("target: t\nextras: {a: 1, a: 2}\n", [], r"a is set twice"),
+        ("target: 5\n", [], r"run.yaml: target must be a text, got 5 \(quotes make a text of it"),
+        ("target: [t]\n", [], r"target must be a text, got \['t'\]"),
+        ("target: {t: 1}\n", [], r"target must be a text, got \{'t': 1\}"),
+        ("target: t\nfolder: no\n", [], r"folder must be a text, got False .*YAML reads yes, no"),
+        ("target: t\nfiles: [a, 5]\n", [], r"files must be a text, got 5"),
+        ("target: t\nextras: 5\n", [], r"extras must be a text, got 5"),
+        ("target: t\nmax_steps: null\n", [], r"max_steps must have a value; leave the line out"),
+        ("target: t\n", ["--max_steps", "none"], r"invalid int value: 'none'"),
+        ("target: t\n", ["--gamma", "nothing"], r"invalid float value: 'nothing'"),
     ],
 )
 def test_what_is_wrong_is_named(recipe, text, flags, message):
     with pytest.raises(ValueError, match=message):
         read_recipe(Options, recipe(text), flags)
+
+
+def test_a_single_value_of_a_list_needs_no_brackets(recipe):
+    options = read_recipe(Options, recipe("target: t\nfiles: a.jsonl\nlayers: 3\n"))
+    assert options.files == ["a.jsonl"] and options.layers == [3]
+
+
+def test_a_value_of_any_kind_that_an_option_names_is_taken(recipe):
+    options = read_recipe(Options, recipe("target: t\nreport: [a, b]\nextras: {a: {b: 1}}\nfiles: [a, b]\n"))
+    assert (options.report, options.extras, options.files) == (["a", "b"], {"a": {"b": 1}}, ["a", "b"])
+    options = read_recipe(Options, recipe("target: t\nreport: a\nextras: a.json\n"))
+    assert (options.report, options.extras) == ("a", "a.json")
+
+
+@pytest.mark.parametrize("word", ["none", "null", "None"])
+def test_none_on_the_command_line_takes_an_option_back(recipe, word):
+    path = recipe("target: t\ngamma: 2\nlayers: [1]\nthinking: false\nfolder: f\nreport: a\nfiles: [a]\nextras: {a: 1}\n")
+    names = ("gamma", "layers", "thinking", "folder", "files", "extras")
+    options = read_recipe(Options, path, [part for name in names for part in (f"--{name}", word)])
+    assert [getattr(options, name) for name in names] == [None] * 6 and options.report == "a"
+    assert read_recipe(Options, path, ["--report", "none"]).report == "none"  # a value of its own
+    assert read_recipe(Options, path, ["--target", "none"]).target == "none"
 
 
 def test_a_missing_file_is_named_and_the_packages_recipes_are_found(tmp_path, monkeypatch):
@@ -101,6 +139,22 @@ def classes() -> dict[str, type]:
     from hf_dspark.distillation.regeneration import RegenerationArguments
 
     return {"pretrain": PretrainArguments, "distill": DistillationArguments, "regenerate": RegenerationArguments}
+
+
+def test_options_of_transformers_keep_the_kinds_that_they_take(recipe, tmp_path):
+    """Among them some whose annotation is a text alone."""
+    lines = ["target: t", f"output_dir: {tmp_path}", "use_cpu: true", "fsdp: true", "fsdp_config: {version: 2}", "report_to: [tensorboard]"]
+    lines += ["resume_from_checkpoint: true", 'save_strategy: "no"', "lr_scheduler_kwargs: {num_cycles: 1}", "extra_rows: [a.jsonl, b.jsonl]"]
+    lines += ["features: cached", "features_dir: f", "cache_budget: 1000000", "accelerator_config: {split_batches: false}"]
+    options = read_recipe(classes()["distill"], recipe("\n".join(lines).replace("report_to: [tensorboard]", "report_to: []")))
+    assert options.fsdp is True and options.fsdp_config["version"] == 2 and options.resume_from_checkpoint is True
+    assert options.save_strategy == "no" and options.extra_rows == ["a.jsonl", "b.jsonl"] and options.cache_budget == 1000000
+    for line, name in (("save_strategy: no", "save_strategy"), ("dataset: [a.jsonl]", "dataset"), ("features_dir: 5", "features_dir")):
+        with pytest.raises(ValueError, match=f"{name} must be a text, got "):
+            read_recipe(classes()["distill"], recipe(f"target: t\n{line}\n"))
+    adapter = f"target: t\noutput_dir: {tmp_path}\nuse_cpu: true\nlora_rank: 2\ninit_draft: d\nlora_target_modules: q_proj\ndecay_gamma: 2\n"
+    options = read_recipe(classes()["distill"], recipe(adapter), ["--decay_gamma", "none"])
+    assert options.lora_target_modules == ["q_proj"] and options.decay_gamma is None
 
 
 @pytest.mark.parametrize("path", sorted(Path(hf_dspark.recipes.__file__).parent.glob("*.yaml")), ids=lambda path: path.stem)

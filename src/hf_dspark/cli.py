@@ -51,6 +51,7 @@ def _evaluate(arguments) -> int:
     from hf_dspark.evaluation.output import write_json
     from hf_dspark.evaluation.pairs import encode, read_prompts
 
+    _check_held_out_options(arguments)
     texts = read_prompts(arguments.prompts) if arguments.prompts else None
     pair = _load(arguments)
     if texts is None:
@@ -66,6 +67,19 @@ def _evaluate(arguments) -> int:
         options = {name: getattr(arguments, name) for name in (*chosen, "max_new_tokens", "temperature", "seed")}
         write_json(arguments.json, {**_names(pair), "options": {"command": arguments.command_line, **options}, **summaries})
     return 0
+
+
+def _check_held_out_options(arguments) -> None:
+    """Held-out modules and prompts of a file exclude each other; fills in the defaults."""
+    for name in ("held_out_modules", "prompt_tokens"):
+        value = getattr(arguments, name)
+        if value is None:
+            setattr(arguments, name, 64)
+        elif arguments.prompts:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} {value} is about held-out modules, in whose place --prompts {arguments.prompts} is read; leave one out")
+    if arguments.raw and not arguments.prompts:
+        raise ValueError("--raw is about the texts of --prompts=FILE, which is not given; held-out modules never go through the chat template")
 
 
 def _verify(arguments) -> int:
@@ -165,12 +179,32 @@ def _regenerate(arguments) -> int:
 
 
 def _distill(arguments) -> int:
+    from transformers.training_args import ParallelMode
+
     from hf_dspark.distillation.arguments import DistillationArguments
     from hf_dspark.distillation.distill import distill
     from hf_dspark.recipe import read_recipe
 
-    distill(read_recipe(DistillationArguments, arguments.recipe, arguments.overrides))
+    args = read_recipe(DistillationArguments, arguments.recipe, arguments.overrides)
+    if args.fsdp and not args.fsdp_config["xla"] and args.parallel_mode != ParallelMode.DISTRIBUTED:
+        start = f"torchrun --nproc_per_node 8 --no-python hf-dspark distill {arguments.recipe}"
+        raise ValueError(f"fsdp={args.fsdp} spreads the draft over processes, and this is one alone; start it with `{start}`, or leave fsdp out")
+    try:
+        distill(args)
+    except KeyboardInterrupt:
+        if args.process_index == 0:
+            print(f"hf-dspark: interrupted; {_how_to_go_on(args.output_dir)}", file=sys.stderr)
+        raise
     return 0
+
+
+def _how_to_go_on(output_dir: str) -> str:
+    from hf_dspark.distillation.resumption import whole_checkpoints
+
+    newest = next(iter(whole_checkpoints(output_dir)), None)
+    if newest is None:
+        return f"there is no checkpoint in {output_dir}, so the same command begins anew"
+    return f"the same command with --resume_from_checkpoint true goes on from {newest}"
 
 
 def _card(arguments) -> int:
@@ -287,9 +321,9 @@ def _add_evaluate(commands) -> None:
     parser.add_argument(
         "--prompts", metavar="FILE.jsonl", help='a prompt a line: {"turns": ["..."]} or {"prompt": "..."} (default: held-out modules)'
     )
-    parser.add_argument("--raw", action="store_true", help="prompts as they are, without the chat template")
-    parser.add_argument("--held-out-modules", type=int, default=64, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--prompt-tokens", type=int, default=64, metavar="N", help="of each module, after the bos token (default: %(default)s)")
+    parser.add_argument("--raw", action="store_true", help="the prompts of --prompts as they are, without the chat template")
+    parser.add_argument("--held-out-modules", type=int, metavar="N", help="without --prompts (default: 64)")
+    parser.add_argument("--prompt-tokens", type=int, metavar="N", help="of each module, after the bos token (default: 64)")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the sampled texts; greedy ones are measured too (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")

@@ -4,6 +4,8 @@ import argparse
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Union, get_args, get_origin, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
@@ -12,6 +14,10 @@ from transformers.hf_argparser import string_to_bool
 import hf_dspark.recipes
 
 __all__ = ["read_recipe"]
+
+
+# Options annotated as texts of which transformers, or this package, takes other values too.
+_MORE_KINDS = {"fsdp": (bool, list), "resume_from_checkpoint": (bool,), "cache_budget": (int,), "trackio_static_space_id": (bool,)}
 
 
 class _FlagParser(HfArgumentParser):
@@ -23,19 +29,26 @@ def read_recipe(argument_class: type, path: str, overrides: list[str] = ()):
     """An `argument_class` (a dataclass of options) from the YAML file at `path`, or the recipe of that name in the package.
 
     Args:
-        overrides: `--option value` flags, which replace the file's options.
+        overrides: `--option value` flags, which replace the file's options. none or null takes back an option that need not be set.
 
     Raises:
-        ValueError: an unknown option (named, with the closest real ones), or a value of the wrong type.
+        ValueError: an unknown option (named, with the closest real ones), one that the file has twice, or a value of the wrong type.
         OSError: there is no such file.
     """
     parser = _FlagParser(argument_class, allow_abbrev=False, prog="RECIPE.yaml", usage="RECIPE.yaml [--option value ...]")
-    actions = {}
+    # What transformers makes of a list of several kinds, or a default, is not what the class says.
+    hints = {name: _kinds(hint) for name, hint in get_type_hints(argument_class).items()}
+    names = [field.name for field in fields(argument_class) if field.init]
+    # "none" is a value of some options.
+    clearable = {field.name for field in fields(argument_class) if NoneType in hints[field.name] and field.default != "none"}
+    actions, types = {}, {}
     for action in parser._actions:
         # What is absent from the command line must not hide what the file says. A bool has two flags, of which the first takes a value.
         action.default, action.required = argparse.SUPPRESS, False
+        types.setdefault(action.dest, action.type)
         actions.setdefault(action.dest, action)
-    names = [field.name for field in fields(argument_class) if field.init]
+        if action.dest in clearable and action.type is not None:
+            action.type = _or_none(action.type)
     flags, unknown = parser.parse_known_args(list(overrides))
     if unknown:
         raise ValueError(_unknown(unknown[0], "on the command line", names))
@@ -43,9 +56,14 @@ def read_recipe(argument_class: type, path: str, overrides: list[str] = ()):
     for name, value in values.items():
         if name not in names:
             raise ValueError(_unknown(str(name), f"in {path}", names))
-        kind, is_list = actions[name].type, actions[name].nargs in ("+", "*") and isinstance(value, list)
-        values[name] = [_typed(name, entry, kind, path) for entry in value] if is_list else _typed(name, value, kind, path)
-    values |= vars(flags)
+        if value is None and NoneType not in hints[name]:
+            raise ValueError(f"{path}: {name} must have a value; leave the line out for its default")
+        if actions[name].nargs != "+" or value is None:
+            values[name] = _typed(name, value, types[name], hints[name], path)
+        else:
+            entries = value if isinstance(value, list) else [value]  # one, written without brackets
+            values[name] = [_typed(name, entry, types[name], {types[name]}, path) for entry in entries]
+    values |= {name: None if value == [None] else value for name, value in vars(flags).items()}
     required = [field.name for field in fields(argument_class) if field.init and field.default is MISSING and field.default_factory is MISSING]
     if missing := [name for name in required if name not in values]:
         raise ValueError(f"{path} lacks {', '.join(missing)}, which the run needs")
@@ -61,7 +79,7 @@ def _read_yaml(path: str) -> dict:
         brought = ", ".join(sorted(recipe.name for recipe in bundled.glob("*.yaml")))
         raise FileNotFoundError(f"there is no recipe {path}; the package brings {brought}")
     try:
-        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+        values = yaml.load(file.read_text(encoding="utf-8"), _Loader)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
@@ -69,10 +87,42 @@ def _read_yaml(path: str) -> dict:
     return values
 
 
-def _typed(name: str, value, kind, path: str):
-    """`value` for an option of the type `kind`. YAML reads 6e-4 and "false" as text, and a dataclass would keep them as text."""
-    if value is None or kind not in (int, float, string_to_bool):
+class _Loader(yaml.SafeLoader):
+    """YAML's own, of two lines of one key, silently takes the last."""
+
+    def construct_mapping(self, node, deep=False):
+        seen = set()
+        for key in [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} is set twice", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+def _kinds(hint) -> set:
+    """The types that an option's annotation names: of `list[str] | None`, list and NoneType."""
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    return {get_origin(part) or part for part in parts}
+
+
+def _or_none(kind):
+    def parse(word: str):
+        return None if word.lower() in ("none", "null") else kind(word)
+
+    parse.__name__ = getattr(kind, "__name__", str(kind))  # argparse names it in errors
+    return parse
+
+
+def _typed(name: str, value, kind, kinds: set, path: str):
+    """`value` for an option of the annotation `kinds`, of the type `kind` on the command line. YAML reads 6e-4 and "false" as text, and a
+    dataclass would keep them as text."""
+    if value is None or (isinstance(value, str) and str in kinds):
         return value
+    if kind not in (int, float, string_to_bool):
+        if str not in kinds or type(value) in {*kinds, *_MORE_KINDS.get(name, ())}:
+            return value
+        hint = "; YAML reads yes, no, on and off as true and false" if isinstance(value, bool) else ""
+        raise ValueError(f'{path}: {name} must be a text, got {value!r} (quotes make a text of it: "..."{hint})')
     if kind is string_to_bool:
         if isinstance(value, bool):
             return value

@@ -1,6 +1,7 @@
 """Training a LoRA adapter of a draft: what is trained, saved, resumed and merged; a target that is itself adapted."""
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from test_distill import SPECIAL, arguments, folder  # noqa: F401
 from transformers import AutoModelForCausalLM
 
 from hf_dspark import DSparkDraftModel, record_generation
-from hf_dspark.distillation.adapter import save_adapter
+from hf_dspark.distillation.adapter import add_adapter, save_adapter
 from hf_dspark.distillation.distill import distill
 
 IDS = torch.tensor([[1, 40, 50]])
@@ -66,8 +67,18 @@ def test_named_modules_and_scale(folder, base):  # noqa: F811
     output = adapter(folder, base, lora_target_modules=["o_proj", "markov_w1"], lora_alpha=3)
     names = {name.rsplit(".lora_", 1)[0].rsplit(".", 1)[1] for name in load_file(output / "adapter_model.safetensors")}
     assert names == {"o_proj", "markov_w1"} and json.loads((output / "adapter_config.json").read_text())["lora_alpha"] == 3
-    with pytest.raises(ValueError, match=r"lora_target_modules=\['nothing'\].*not found"):
-        adapter(folder, base, lora_target_modules=["nothing"])
+    draft = DSparkDraftModel.from_pretrained(base)
+    for unknown in (["nothing"], ["q_proj", "nothing"], ["roj", "q_proj", "nothing"]):
+        with pytest.raises(ValueError, match=r"lora_target_modules=\[.*'nothing'\]: .*nothing not found in the draft, which has .*q_proj"):
+            add_adapter(draft, arguments(folder, init_draft=str(base), lora_rank=2, lora_target_modules=unknown))
+    with pytest.raises(ValueError, match=r"lora_target_modules=\['hidden_norm'\]"):  # there is one, and it can't be adapted
+        add_adapter(draft, arguments(folder, init_draft=str(base), lora_rank=2, lora_target_modules=["hidden_norm"]))
+
+
+def test_pefts_use_of_an_old_name_is_no_warning_of_ours(folder, base):  # noqa: F811
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        add_adapter(DSparkDraftModel.from_pretrained(base), arguments(folder, init_draft=str(base), lora_rank=2))
 
 
 def test_training_an_adapter_resumes_exactly(folder, base):  # noqa: F811

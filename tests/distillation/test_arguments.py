@@ -58,6 +58,13 @@ def test_defaults_are_the_papers(tmp_path):
         ({"block_size": 0}, "block_size must be at least 1, got 0"),
         ({"num_draft_layers": 0}, "num_draft_layers must be at least 1, got 0"),
         ({"num_anchors": 0}, "num_anchors must be at least 1, got 0"),
+        ({"max_length": None}, "max_length must be a number, got None; leave it out for its default, 4096"),
+        ({"seed": None}, "seed must be a number, got None"),
+        *(
+            ({name: 0}, f"{name} must be at least 1, got 0")
+            for name in ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+        ),
+        ({"draft_vocab_size": 0}, "draft_vocab_size must be at least 1, got 0"),
         ({"num_held_out": -1}, "num_held_out must not be negative, got -1"),
         ({"l1_weight": -0.9}, "l1_weight must not be negative, got -0.9"),
         ({"decay_gamma": 0.0}, "decay_gamma must be positive or None, got 0.0"),
@@ -69,6 +76,16 @@ def test_defaults_are_the_papers(tmp_path):
 def test_mistakes_are_named(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         arguments(tmp_path, **options)
+
+
+def test_one_module_may_be_named_without_brackets(tmp_path):
+    lora = {"init_draft": "draft", "lora_rank": 2}
+    assert arguments(tmp_path, **lora, lora_target_modules="q_proj").lora_target_modules == ["q_proj"]
+    assert arguments(tmp_path, **lora, lora_target_modules="all-linear").lora_target_modules is None
+
+
+def test_losses_that_are_no_numbers_are_logged_as_they_are(tmp_path):
+    assert arguments(tmp_path).logging_nan_inf_filter is False
 
 
 def test_deepspeed_zero_3_is_refused(tmp_path, monkeypatch):

@@ -104,6 +104,66 @@ def test_held_out_rows_of_a_file_are_spread_over_it_and_never_trained_on(tmp_pat
     assert len(held_out) == 3
 
 
+def answered(number: int, token: int, run: str = "run") -> dict:
+    """A row that was regenerated for conversation `number`."""
+    return {"input_ids": [token] * 8, "row": number, "provenance": json.dumps({"target": run})}
+
+
+def tokens(rows) -> list[int]:
+    return sorted({row["input_ids"][0] for row in rows})
+
+
+def test_rows_of_one_conversation_are_held_out_together(tmp_path):
+    """Ten rows, of which the first and the sixth are to be held out: with them go the third of the same conversation, and the ninth."""
+    numbers = [0, 1, 0, 2, 3, 4, 5, 6, 4, 7]
+    path = write(tmp_path / "rows.jsonl", [answered(number, i) for i, number in enumerate(numbers)])
+    train, held_out = load_rows(arguments(tmp_path, dataset=path, num_held_out=2), TOKENIZER)
+    assert tokens(held_out) == [0, 2, 5, 8] and tokens(train) == [1, 3, 4, 6, 7, 9]
+    # The same number of another run, or none, is another conversation.
+    others = [answered(0, 0), answered(0, 1, "other"), {**answered(0, 2), "row": None}, {**answered(0, 3), "provenance": None}]
+    train, held_out = load_rows(arguments(tmp_path, dataset=write(tmp_path / "others.jsonl", others), num_held_out=1), TOKENIZER)
+    assert tokens(held_out) == [0] and tokens(train) == [1, 2, 3]
+    with pytest.raises(ValueError, match="num_held_out=1 leaves nothing to train on of the 3 rows"):
+        one = write(tmp_path / "one.jsonl", [answered(0, i) for i in range(3)])
+        load_rows(arguments(tmp_path, dataset=one, num_held_out=1), TOKENIZER)
+
+
+def test_extra_rows_of_a_held_out_conversation_are_not_trained_on(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [answered(i, i) for i in range(4)])
+    extra = write(tmp_path / "extra.jsonl", [answered(0, 10), answered(9, 11), answered(0, 12, "other")])
+    train, held_out = load_rows(arguments(tmp_path, dataset=path, num_held_out=1, extra_rows=[extra]), TOKENIZER)
+    assert tokens(held_out) == [0] and tokens(train) == [1, 2, 3, 11, 12]
+
+
+def test_a_stream_leaves_out_what_belongs_to_a_held_out_conversation(tmp_path):
+    numbers = [0, 1, 1, 2, 0, 3, *range(4, 80)]
+    path = write(tmp_path / "rows.jsonl", [answered(number, i) for i, number in enumerate(numbers)])
+    train, held_out = load_rows(arguments(tmp_path, dataset=path, streaming=True, max_steps=5, num_held_out=2), TOKENIZER)
+    assert tokens(held_out) == [0, 1] and tokens(train) == [3, *range(5, 82)]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("row", "bad"), [(2, 300), (2, -1), (70, 299)])
+def test_ids_outside_the_vocabulary_are_named(tmp_path, streaming, row, bad):
+    """Also behind the rows of a stream that are read beforehand."""
+    rows = [ids(5) for _ in range(80)]
+    rows[row] = {"input_ids": [*range(7), bad]}
+    path, options = write(tmp_path / "rows.jsonl", rows), {"streaming": True, "max_steps": 5} if streaming else {}
+    args = arguments(tmp_path, dataset=path, num_held_out=1, **options)
+    with pytest.raises(ValueError, match=rf"rows\.jsonl': row {row} holds the token id {bad}, but .* vocabulary has 299 tokens \(0 to 298\)"):
+        list(load_rows(args, TOKENIZER, 299)[0])
+    if bad > 0:
+        assert len(list(load_rows(args, TOKENIZER, bad + 1)[0])) == 79
+
+
+def test_ids_of_extra_rows_outside_the_vocabulary_are_named(tmp_path):
+    path = write(tmp_path / "rows.jsonl", [{"text": "some text that is long enough"}])
+    extra = write(tmp_path / "extra.jsonl", [ids(5), {"input_ids": []}, ids(293)])
+    with pytest.raises(ValueError, match=r"extra\.jsonl': row 2 holds the token id 300"):
+        load_rows(arguments(tmp_path, dataset=path, extra_rows=[extra]), TOKENIZER, 300)
+    assert len(load_rows(arguments(tmp_path, dataset=path, extra_rows=[extra]), TOKENIZER, 301)[0]) >= 3
+
+
 def test_held_out_modules_of_the_standard_library_are_never_trained_on(tmp_path, monkeypatch):
     modules = {f"m{i}.py": f"value{i:02d} = {i:02d}\n" * 200 for i in range(8)}
     monkeypatch.setattr(data, "stdlib_modules", lambda: modules)

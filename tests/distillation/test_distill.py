@@ -115,6 +115,77 @@ def test_a_draft_that_goes_to_another_target_names_that_ones_revision(folder):
     assert (config.base_model_name_or_path, config.base_model_revision) == (str(folder / "target"), None)
 
 
+def test_the_folders_of_other_models_and_earlier_trainings_are_left_as_they_are(folder):
+    before = {file.name: file.read_bytes() for file in (folder / "target").iterdir()}
+    with pytest.raises(ValueError, match="is the folder of target="):
+        distill(arguments(folder, output_dir=str(folder / "target")))
+    assert {file.name: file.read_bytes() for file in (folder / "target").iterdir()} == before
+    options = dict(save_strategy="steps", save_steps=3)
+    output = distill(arguments(folder, **options))
+    draft = (output / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match=r"holds checkpoints of an earlier training .checkpoint-3."):
+        distill(arguments(folder, **options, seed=1))
+    # It is finished: nothing is left to train, and the same draft is written again.
+    distill(arguments(folder, **options, resume_from_checkpoint="true"))
+    assert (output / "model.safetensors").read_bytes() == draft and json.loads((output / "distillation.json").read_text())["steps"] == 3
+
+
+BEFORE_DATA = [
+    ({"output_dir": "target"}, "is the folder of target="),
+    ({"resume_from_checkpoint": "true"}, "finds no whole checkpoint"),
+    ({"eval_strategy": "steps", "num_held_out": 0}, "eval_strategy='steps' needs rows"),
+    ({"max_length": 1025}, "max_length=1025 is beyond the context"),
+    ({"eval_prompts": 1, "eval_new_tokens": 1024}, "eval_new_tokens=1024 leave no room"),
+    ({"mask_token_id": 280}, "mask_token_id 280 lies outside"),
+    ({"target_layer_ids": [3]}, "target_layer_ids .3. name the target's last layer"),
+    ({"markov_head_type": "tree"}, "markov_head_type must be one of"),
+    ({"num_key_value_heads": 3}, "num_attention_heads=4 must be a multiple of num_key_value_heads=3"),
+    ({"init_draft": "nothing"}, "init_draft: '.*nothing' is no folder here"),
+    ({"init_draft": "other"}, "num_target_layers is 6, the target has 4"),
+    ({"init_draft": "mixed"}, "init_draft='.*mixed' holds a draft and an adapter"),
+    ({"init_draft": "fitting", "lora_rank": 2, "lora_target_modules": ["q_proj", "nothing"]}, "nothing not found in the draft"),
+    ({"resume_from_checkpoint": "fitting"}, "num_draft_layers 2 there, 1 now"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BEFORE_DATA, ids=lambda value: value if isinstance(value, str) else "")
+def test_what_cant_work_is_refused_before_the_data_are_read(folder, monkeypatch, options, message):
+    for name, num_layers in (("fitting", 4), ("mixed", 4), ("other", 6)):
+        tiny_draft(tiny_target(vocab_size=280, num_hidden_layers=num_layers, **SPECIAL), mask_token_id=3, **SPECIAL).save_pretrained(folder / name)
+    (folder / "mixed" / "adapter_config.json").write_text("{}")
+    (folder / "fitting" / "trainer_state.json").write_text('{"global_step": 1}')
+    monkeypatch.setattr("hf_dspark.distillation.distill.load_rows", None)
+    paths = {name: str(folder / value) for name, value in options.items() if value in ("target", "nothing", "other", "mixed", "fitting")}
+    with pytest.raises((ValueError, OSError), match=message):
+        distill(arguments(folder, **{**options, **paths}))
+
+
+def test_prompts_without_room_are_refused_before_the_first_step(folder, monkeypatch):
+    monkeypatch.setattr("hf_dspark.distillation.distill.DSparkTrainer", None)
+    with pytest.raises(ValueError, match="eval_new_tokens=1020 leave no room for a prompt in the target's context of 1024 tokens"):
+        distill(arguments(folder, eval_prompts=2, eval_new_tokens=1020))
+
+
+@pytest.mark.parametrize("held_out", [0, 4])
+def test_a_draft_that_diverged_is_not_written_over_the_one_before(folder, held_out):
+    output = distill(arguments(folder))
+    before = {file.name: file.read_bytes() for file in output.iterdir() if file.is_file()}
+    with pytest.raises(ValueError, match=r"diverged at step 3: .*; lower learning_rate"):
+        distill(arguments(folder, learning_rate=1e30, lr_scheduler_type="constant", warmup_steps=0, logging_steps=100, num_held_out=held_out))
+    assert {file.name: file.read_bytes() for file in output.iterdir() if file.is_file()} == before
+
+
+def test_weights_beyond_the_type_they_are_saved_in_are_refused(folder):
+    first = distill(arguments(folder, output_dir=str(folder / "first"), save_dtype="float32"))
+    draft = DSparkDraftModel.from_pretrained(first)
+    draft.fc.weight.data[0, 0] = 1e6
+    draft.save_pretrained(first)
+    options = dict(init_draft=str(first), max_steps=1, learning_rate=1e-9)
+    with pytest.raises(ValueError, match=r"save_dtype='float16' can't hold 1 of the draft's weights; save it as bfloat16 or float32"):
+        distill(arguments(folder, **options, save_dtype="float16"))
+    distill(arguments(folder, **options))
+
+
 def test_a_reduced_vocabulary_holds_the_most_frequent_tokens_and_starts_from_the_targets_head(folder):
     output = distill(arguments(folder, draft_vocab_size=20, save_dtype="float32", max_steps=1, learning_rate=1e-9))
     draft = DSparkDraftModel.from_pretrained(output)

@@ -52,6 +52,13 @@ def test_sums_of_batches_add_up_and_a_sure_head_has_a_bin():
     assert without.keys() == {f"{name}_{k}" for name in ("acceptance", "survival") for k in range(1, 6)}
 
 
+def test_a_draft_of_nan_has_sums_all_the_same():
+    mask = torch.tensor([[[True, False]]])
+    for value in (float("nan"), float("inf"), float("-inf"), -1.0):
+        sums = slot_sums(mask, torch.full((1, 1, 2), 0.5), torch.full((1, 1, 2), value))
+        assert sums.shape == (4 * 2 + 10,) and sums[:2].tolist() == [1, 0]
+
+
 def test_an_evaluation_reports_slots_that_agree_with_tau_and_with_the_loss(tmp_path):
     trainer = make_trainer(tmp_path, eval_dataset=rows(5), eval_prompts=0)
     metrics = trainer.evaluate()
@@ -106,6 +113,11 @@ def test_prompts_without_room_are_left_out_and_streams_are_refused(tmp_path):
         ({"eval_temperature": 0.0}, "eval_temperature must be positive or None, got 0.0"),
         ({"eval_prompts": 0, "metric_for_best_model": "tokens_per_round"}, "metric_for_best_model='tokens_per_round' needs eval_prompts above 0"),
         ({"metric_for_best_model": "eval_sampled_tokens_per_round"}, "needs an eval_temperature"),
+        ({"eval_prompts": 0, "metric_for_best_model": "repeated_8gram_share"}, "needs eval_prompts above 0"),
+        ({"metric_for_best_model": "accuracy"}, "metric_for_best_model='accuracy' is not what an evaluation reports: loss, ce, .*tokens_per_round"),
+        ({"metric_for_best_model": "eval_acceptance_8"}, "metric_for_best_model='eval_acceptance_8' .*k from 1 to block_size=7"),
+        ({"metric_for_best_model": "survival_0"}, "metric_for_best_model='survival_0' is not"),
+        ({"metric_for_best_model": "confidence", "enable_confidence_head": False}, "needs enable_confidence_head: true"),
     ],
     ids=str,
 )
@@ -113,6 +125,19 @@ def test_options_out_of_range_are_named(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         arguments(tmp_path, **options)
     assert arguments(tmp_path, metric_for_best_model="eval_tokens_per_round").greater_is_better
+
+
+def test_every_metric_that_drafts_can_be_ranked_by_is_reported_and_has_its_direction(tmp_path):
+    better = {"loss": False, "ce": False, "l1": False, "confidence": False, "confidence_calibration_error": False, "tau": True}
+    better |= {"tokens_per_round": True, "repeated_8gram_share": False, "sampled_tokens_per_round": True, "sampled_repeated_8gram_share": False}
+    better |= {"acceptance_1": True, "survival_4": True}
+    metrics = make_trainer(tmp_path, eval_dataset=rows(2), **DECODING, eval_temperature=1.0).evaluate()
+    for name, is_greater in better.items():
+        assert f"eval_{name}" in metrics
+        for metric in (name, f"eval_{name}"):
+            assert arguments(tmp_path, metric_for_best_model=metric, eval_temperature=1.0).greater_is_better is is_greater
+    assert arguments(tmp_path, metric_for_best_model="ce", greater_is_better=True).greater_is_better
+    assert arguments(tmp_path, metric_for_best_model="acceptance_12", init_draft="of a larger block").greater_is_better
 
 
 # Decoding

@@ -133,6 +133,13 @@ def test_a_fingerprint_is_of_the_weights_all_of_them_and_of_nothing_else():
         assert weights_fingerprint(target) != first, name
 
 
+def test_a_rounded_fingerprint_is_of_the_weights_in_whatever_type_they_are_loaded():
+    first = weights_fingerprint(tiny_target(), rounded=True)
+    assert weights_fingerprint(tiny_target().bfloat16(), rounded=True) == first
+    assert weights_fingerprint(tiny_target().bfloat16().float(), rounded=True) == first
+    assert weights_fingerprint(tiny_target(seed=1), rounded=True) != first
+
+
 def test_a_fingerprint_tells_adapters_apart():
     adapted = get_peft_model(tiny_target(), LoraConfig(r=2, target_modules=["q_proj"]))
     found = [weights_fingerprint(tiny_target()), weights_fingerprint(adapted)]

@@ -9,7 +9,7 @@ from test_conversations import LLAMA3, QWEN3, tokenizer_with
 
 from hf_dspark.distillation.arguments import DistillationArguments
 from hf_dspark.distillation.data import load_rows
-from hf_dspark.distillation.provenance import chat_template_sha256, row_provenance, sampling_in_words, take_provenance, training_data
+from hf_dspark.distillation.provenance import chat_template_sha256, conversations, row_provenance, sampling_in_words, take_provenance, training_data
 
 SAMPLING = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 1.0, "repetition_penalty": 1.05}
 
@@ -102,6 +102,41 @@ def test_rows_of_another_target_are_warned_of(facts, words, tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="hf_dspark"):
         training_data([source], arguments(tmp_path), tokenizer, "abc")
     assert len(caplog.messages) == len(words) and all(word in message for word, message in zip(words, caplog.messages)), caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs", "ours", "is_own"),
+    [
+        ("target", "aa", "aa", True),
+        ("target", "aa", "bb", False),
+        ("renamed", "aa", "aa", True),
+        ("renamed", "aa", "bb", False),
+        ("target", None, "bb", True),  # rows of a server, or of an earlier version
+        ("target", "aa", None, True),
+        ("renamed", None, "bb", False),
+    ],
+)
+def test_local_targets_are_told_apart_by_their_weights(name, theirs, ours, is_own, tmp_path, caplog):
+    (tmp_path / "target").mkdir()
+    source = {**stated(target=f"./{name}", target_weights=theirs), "share": 1.0, "token_share": 1.0}
+    with caplog.at_level(logging.WARNING, logger="hf_dspark"):
+        data = training_data([source], arguments(tmp_path, target=str(tmp_path / "target")), tokenizer_with(None), None, ours)
+    assert ("regenerated_share" in data) == is_own == (not caplog.messages)
+    words = {"target": "another ./target wrote them, whose weights are not", "renamed": "./renamed wrote them, but the draft is trained for ./target"}
+    assert all(words[name] in message for message in caplog.messages)
+
+
+def test_names_on_the_hub_are_told_apart_by_revision_not_by_weights(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, logger="hf_dspark"):
+        training_data([stated(target_weights="aa")], arguments(tmp_path), tokenizer_with(None), "abc", "bb")
+    assert caplog.messages == []
+
+
+def test_conversations_are_known_by_run_and_number():
+    columns = {"provenance": ["a", "a", "b", "", None, "a"], "row": [0, 0, 0, 0, 0, None]}
+    assert conversations(Dataset.from_dict(columns)) == [("a", 0), ("a", 0), ("b", 0), None, None, None]
+    assert conversations(Dataset.from_dict({"provenance": ["a"]})) == [None] == conversations(Dataset.from_dict({"row": [0]}))
+    assert conversations(Dataset.from_dict({"provenance": ["a"], "row": ["first"]})) == [None]  # a column that others filled
 
 
 def test_sampling_in_words():

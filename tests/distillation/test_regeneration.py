@@ -16,8 +16,9 @@ from hf_dspark import DSparkDraftModel, generate_many
 from hf_dspark.cli import main
 from hf_dspark.distillation import regeneration, server
 from hf_dspark.distillation.arguments import DistillationArguments
-from hf_dspark.distillation.corpus import train_tokenizer
+from hf_dspark.distillation.corpus import held_out_split, train_tokenizer
 from hf_dspark.distillation.distill import distill
+from hf_dspark.distillation.features import weights_fingerprint
 from hf_dspark.distillation.regeneration import RegenerationArguments, regenerate
 
 TEXTS = {f"module_{i}.py": f"def function_{i}(x):\n    return x + {i}\n" * 120 for i in range(6)}
@@ -111,6 +112,17 @@ def test_stdlib_rows_are_written_by_the_pinned_law(target_folder):
         assert completion.output[0].tolist() == row["input_ids"]
 
 
+def test_stdlib_prompts_are_pieces_of_all_modules_one_behind_the_other(target_folder, monkeypatch):
+    """However many are read at a time: bos and module, bos and module, ..., cut at the seed's places."""
+    modules = {f"m{i:02d}.py": f"value_{i} = {i}\n" * 180 for i in range(80)}
+    monkeypatch.setattr(regeneration, "stdlib_modules", lambda: modules)
+    tokenizer, args = AutoTokenizer.from_pretrained(target_folder), arguments(target_folder, num_rows=40, prompt_tokens=9)
+    train = held_out_split(modules, 2)[0].values()
+    stream = [token for text in train for token in [1, *tokenizer(text, add_special_tokens=False)["input_ids"]]]
+    places = torch.randint(len(stream) - 9, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    assert regeneration._stdlib_prompts(tokenizer, args) == [stream[place : place + 9] for place in places]
+
+
 # Conversations and prompts
 
 
@@ -165,6 +177,49 @@ def test_conversations_in_process(chats, capsys):
     facts = json.loads(provenance)
     assert facts["target"] == "./target" and facts["dataset"] == "./chats.jsonl" and facts["mode"] == "in process" and str(chats) not in provenance
     assert facts["counts"]["rows"] == 3 and facts["counts"]["answers"] == 5 and facts["counts"]["failed"] == 0
+
+
+def test_greedy_rows_beside_sampled_ones_are_no_misuse_of_options(chats, monkeypatch):
+    """transformers warns of options of sampling that stand beside do_sample=False."""
+    warned = []
+    monkeypatch.setattr("transformers.generation.configuration_utils.logger.warning_once", lambda message, *args: warned.append(message))
+    for number, options in enumerate(({"greedy_share": 0.5}, {"greedy_share": 0.5, "top_k": 0}, {"temperature": 0.0})):
+        regenerate(chat_arguments(chats, num_rows=4, output_file=str(chats / f"rows{number}.jsonl"), **options))
+    assert [message for message in warned if "flags are not valid" in message] == []
+
+
+def test_rows_say_the_weights_of_the_target_that_wrote_them(chats):
+    """The same in whatever type the target is loaded; distill compares them with its own target's."""
+    found = []
+    for number, dtype in enumerate(("float32", "bfloat16", "auto", "float16")):
+        path = regenerate(chat_arguments(chats, num_rows=1, dtype=dtype, output_file=str(chats / f"rows{number}.jsonl")))
+        found.append(json.loads(read(path)[0]["provenance"]).get("target_weights"))
+    target = Qwen3ForCausalLM.from_pretrained(chats / "target")
+    assert found == [weights_fingerprint(target, rounded=True)] * 3 + [None]  # which rounds in a way of its own
+
+
+def test_answers_that_are_all_left_out_are_told_with_what_to_do(chats):
+    cut = dict(temperature=0.0, new_tokens=1, num_rows=3, drop_degenerate=True)
+    with pytest.raises(ValueError, match=r"0 loop, 3 are cut at new_tokens=1; .*drop_degenerate=True .*: raise new_tokens, .* delete .*unfinished"):
+        regenerate(chat_arguments(chats, **cut))
+    with FakeChatServer(lambda body, number: "a b c " * 40) as fake:
+        loops = dict(num_rows=3, drop_degenerate=True, server=fake.url, output_file=str(chats / "loops.jsonl"))
+        with pytest.raises(ValueError, match=r"3 loop, 0 are cut .*leaves out what loops or is cut: set it to False to keep them"):
+            regenerate(chat_arguments(chats, **loops))
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "foo"])
+def test_a_device_that_is_not_there_is_named_before_anything_is_read(chats, device):
+    with pytest.raises(ValueError, match=f"the device '{device}' can't be used here"):
+        regenerate(chat_arguments(chats, device=device))
+    assert list(chats.glob("rows.jsonl*")) == []
+
+
+@pytest.mark.parametrize("option", ["target", "draft"])
+def test_a_model_that_is_not_there_is_named(chats, option, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(FileNotFoundError, match=f"^{option}: 'out/nowhere' is no folder here, and the Hub does not give it"):
+        regenerate(chat_arguments(chats, **{option: "out/nowhere"}))
 
 
 def test_the_targets_own_sampling_is_the_default(chats, capsys):
@@ -409,3 +464,26 @@ def test_provenance_reaches_the_drafts_config_report_and_card(chats, how):
     for line in (f"{100 * share:.3g} % of the rows", "| how it wrote | temperature 0.9 |", f"`{source['chat_template_sha256']}`"):
         assert line in card, line
     assert str(chats) not in card and str(chats) not in json.dumps(data)
+
+
+def test_distill_knows_the_rows_of_another_target_in_a_folder_of_the_same_name(chats, caplog):
+    tokenizer = AutoTokenizer.from_pretrained(chats / "target")
+    regenerate(chat_arguments(chats, temperature=0.9, new_tokens=16))
+    tiny_target(vocab_size=len(tokenizer), pad_token_id=None).save_pretrained(chats / "target")
+    small = dict(block_size=4, num_draft_layers=1, markov_rank=4, num_anchors=4, max_steps=1, num_key_value_heads=1, max_length=64, mask_token_id=9)
+    options = dict(target=str(chats / "target"), dataset=str(chats / "rows.jsonl"), num_held_out=0, save_strategy="no", disable_tqdm=True)
+    with caplog.at_level("WARNING", logger="hf_dspark"):
+        output = distill(DistillationArguments(output_dir=str(chats / "draft"), use_cpu=True, **options, **small))
+    assert [message for message in caplog.messages if "another ./target wrote them, whose weights are not" in message]
+    assert "regenerated_share" not in DSparkDraftModel.from_pretrained(output).config.training_data
+
+
+def test_distill_names_what_its_target_does_not_know(chats, monkeypatch):
+    """Token ids of another tokenizer; a target that is not there."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    write(chats / "plain.jsonl", [{"input_ids": list(range(20))}, {"input_ids": [5, 6, 7, 999_999] * 5}])
+    options = dict(output_dir=str(chats / "draft"), use_cpu=True, block_size=4, max_length=64, mask_token_id=9, num_held_out=0)
+    with pytest.raises(ValueError, match=r"plain\.jsonl': row 1 holds the token id 999999, but the target's vocabulary has \d+ tokens"):
+        distill(DistillationArguments(target=str(chats / "target"), dataset=str(chats / "plain.jsonl"), num_draft_layers=1, **options))
+    with pytest.raises(FileNotFoundError, match=r"^target: 'out/nowhere' is no folder here"):
+        distill(DistillationArguments(target="out/nowhere", dataset=str(chats / "plain.jsonl"), **options))

@@ -7,10 +7,11 @@ import logging
 import pytest
 import torch
 from oracle import tiny_draft, tiny_target
+from peft import LoraConfig, get_peft_model
 from test_trainer import make_trainer, weights
 from transformers import Trainer, TrainerState
 
-from hf_dspark.distillation.resumption import checkpoint_to_resume, forget_whole, is_whole
+from hf_dspark.distillation.resumption import check_same_draft, checkpoint_to_resume, forget_whole, is_whole, whole_checkpoints
 
 
 def write_checkpoint(folder, state: str | None) -> str:
@@ -52,6 +53,59 @@ def test_a_checkpoint_about_to_be_written_anew_is_torn(tmp_path):
     forget_whole(folder)
     assert not is_whole(folder)
     forget_whole(tmp_path / "nothing")
+
+
+def test_whole_checkpoints_are_listed_newest_first(tmp_path):
+    for name, state in (("checkpoint-9", WHOLE), ("checkpoint-10", WHOLE), ("checkpoint-11", None), ("checkpoint-best", WHOLE)):
+        write_checkpoint(tmp_path / name, state)
+    assert [folder.name for folder in whole_checkpoints(str(tmp_path))] == ["checkpoint-10", "checkpoint-9"]
+    assert whole_checkpoints(str(tmp_path / "nothing")) == []
+
+
+OTHERS = [
+    ({"block_size": 3}, "block_size 4 there, 3 now"),
+    ({"num_hidden_layers": 1}, "num_draft_layers 2 there, 1 now"),
+    ({"target_layer_ids": [0, 1]}, r"target_layer_ids \[0, 2\] there, \[0, 1\] now"),
+    ({"markov_rank": 8, "block_size": 5}, "block_size 4 there, 5 now; markov_rank 4 there, 8 now"),
+    ({"markov_head_type": "gated"}, "markov_head_type 'vanilla' there, 'gated' now"),
+    ({"enable_confidence_head": False}, "enable_confidence_head True there, False now"),
+    ({"draft_vocab_size": 40}, "draft_vocab_size None there, 40 now"),
+    ({"mask_token_id": 5}, r"mask_token_id \d+ there, 5 now"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), OTHERS, ids=lambda value: str(value))
+def test_a_draft_of_other_options_does_not_go_on_from_a_checkpoint(tmp_path, options, message):
+    target = tiny_target()
+    tiny_draft(target).save_pretrained(tmp_path / "checkpoint-1")
+    write_state = (tmp_path / "checkpoint-1" / "trainer_state.json").write_text
+    write_state(WHOLE)
+    check_same_draft(str(tmp_path / "checkpoint-1"), tiny_draft(target, seed=9))
+    message = rf"resume_from_checkpoint: .*checkpoint-1 is of a draft with other options: .*{message}.*set them as they were, or train anew"
+    with pytest.raises(ValueError, match=message):
+        check_same_draft(str(tmp_path / "checkpoint-1"), tiny_draft(target, **options))
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path, target, tiny_draft(target, **options)).train(resume_from_checkpoint=True)
+
+
+def test_an_adapter_goes_on_from_one_of_its_kind(tmp_path):
+    def adapted(rank: int = 2, alpha: int = 4, modules: tuple = ("q_proj", "v_proj")):
+        return get_peft_model(tiny_draft(tiny_target()), LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(modules)))
+
+    adapted().save_pretrained(tmp_path / "adapter")
+    tiny_draft(tiny_target()).save_pretrained(tmp_path / "whole")
+    check_same_draft(str(tmp_path / "adapter"), adapted(modules=("v_proj", "q_proj")))
+    for folder, draft, message in (
+        ("adapter", adapted(rank=3), "lora_rank 2 there, 3 now"),
+        ("adapter", adapted(alpha=8), "lora_alpha 4 there, 8 now"),
+        ("adapter", adapted(modules=("q_proj",)), r"lora_target_modules \['q_proj', 'v_proj'\] there, \['q_proj'\] now"),
+        ("adapter", tiny_draft(tiny_target()), "options: lora_rank 2 there, None now;"),
+        ("whole", adapted(), "options: lora_rank None there, 2 now;"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_same_draft(str(tmp_path / folder), draft)
+    (tmp_path / "sharded").mkdir()  # has no config to compare
+    check_same_draft(str(tmp_path / "sharded"), adapted())
 
 
 class Killed(BaseException):

@@ -44,6 +44,16 @@ def test_every_answer_has_a_seed_of_its_own():
     assert sampling().row_seed(4, 1) == sampling(num_rows=9).row_seed(4, 1)
 
 
+def test_what_generate_is_told_of_each_row():
+    """Options of sampling beside greedy decoding would make transformers warn of them."""
+    law = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05}
+    mixed = sampling(greedy_share=0.5)
+    assert mixed.row_options(0, 2) == {**law, "seed": mixed.row_seed(0, 2)}
+    assert mixed.row_options(1, 2) == {"do_sample": False, "repetition_penalty": 1.05}
+    assert sampling(temperature=0.0).row_options(0, 0) == {"do_sample": False, "repetition_penalty": 1.05}
+    assert sampling(GenerationConfig(do_sample=True, min_p=0.1), greedy_share=1.0).row_options(0, 0) == {"do_sample": False}
+
+
 def test_what_a_server_is_told():
     options = sampling(seed=3).server_options(0, 0)
     assert 0 <= options.pop("seed") < 2**31

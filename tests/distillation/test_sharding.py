@@ -73,14 +73,20 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")
 def test_two_shards_train_the_draft_of_one_process(folder):
-    expected = load_file(distill(options(folder, "alone")) / "model.safetensors")
+    evaluating = dict(eval_strategy="steps", eval_steps=1, eval_prompts=2, eval_prompt_tokens=4, eval_new_tokens=24)
+    expected = load_file(distill(options(folder, "alone", **evaluating)) / "model.safetensors")
     fresh = load_file(distill(options(folder, "fresh", max_steps=1, learning_rate=1e-12)) / "model.safetensors")
-    found = train_sharded(folder, "sharded")
+    found = train_sharded(folder, "sharded", **evaluating)
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-5)
         assert not torch.equal(tensor, fresh[name]), name
     assert DSparkDraftModel.from_pretrained(folder / "sharded").config.block_size == 4
+    # Each process decodes its share of the prompts with a whole copy.
+    alone, sharded = (json.loads((folder / name / "distillation.json").read_text()) for name in ("alone", "sharded"))
+    assert 1 <= sharded["eval_tokens_per_round"] == alone["eval_tokens_per_round"] and len(sharded["history"]) == 3
+    for name in ("tokens_per_round", "repeated_8gram_share", "tau"):
+        assert [entry[name] for entry in sharded["history"]] == pytest.approx([entry[name] for entry in alone["history"]], abs=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -279,3 +279,60 @@ def test_a_draft_trained_on_a_text_predicts_it_in_generate(tmp_path):
     # Block 4: five tokens a round at best; the last round is cut by the budget.
     assert before < 1.8
     assert tokens_per_round() > 3.9
+
+
+# Divergence
+
+
+ABSURD = {"learning_rate": 1e30, "max_steps": 6, "lr_scheduler_type": "constant", "save_strategy": "steps", "logging_steps": 100, "save_steps": 100}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"logging_steps": 1}, r"diverged at step 2: loss is nan, ce is nan.*; lower learning_rate .1e\+30.*the checkpoints before it stay"),
+        ({"logging_steps": 1, "logging_nan_inf_filter": True}, r"diverged at step 2: ce is nan"),
+        ({"logging_steps": 3}, r"diverged at step 3: loss is nan"),
+        ({"eval_strategy": "steps", "eval_steps": 1, "eval_prompts": 1}, r"diverged at step 1: ce is nan"),
+        ({"save_steps": 1}, r"diverged at step 2: \d+ of the draft's weights are nan or infinite"),
+    ],
+    ids=["at a log", "at a log that leaves out nan", "at a log of several steps", "at an evaluation", "at a checkpoint"],
+)
+def test_a_training_that_diverges_ends_with_an_error_and_writes_nothing_of_it(tmp_path, options, message):
+    trainer = make_trainer(tmp_path, eval_dataset=rows(2), **{**ABSURD, **options})
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+    kept = sorted(folder.name for folder in tmp_path.glob("checkpoint-*"))
+    assert kept == (["checkpoint-1"] if "save_steps" in options else [])
+    assert all(torch.isfinite(tensor).all() for name in kept for tensor in load_file(tmp_path / name / "model.safetensors").values())
+
+
+def test_weights_are_checked_when_asked(tmp_path):
+    trainer = make_trainer(tmp_path)
+    trainer.check_weights()
+    trainer.model.fc.weight.data[0, :3] = float("inf")
+    with pytest.raises(ValueError, match="diverged at step 0: 3 of the draft's weights are nan or infinite"):
+        trainer.check_weights()
+
+
+# The number of steps
+
+
+def test_rows_that_fill_no_batch_are_named(tmp_path):
+    trainer = make_trainer(tmp_path, dataset=rows(3), dataloader_drop_last=True)
+    with pytest.raises(ValueError, match=r"no step was trained: .*per_device_train_batch_size=4, dataloader_drop_last=True"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("options", [{"max_steps": 3}, {"max_steps": -1, "num_train_epochs": 1.5}], ids=str)
+def test_a_finished_run_that_is_resumed_trains_nothing_more(tmp_path, options):
+    target = tiny_target()
+    draft = tiny_draft(target)
+    options = {**options, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}  # two steps an epoch
+    finished, resumed = copy.deepcopy(draft), copy.deepcopy(draft)
+    make_trainer(tmp_path, target, finished, **options).train()
+    trainer = make_trainer(tmp_path, target, resumed, **options)
+    trainer.training_step = None
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == 3
+    assert all(torch.equal(parameter, weights(finished)[name]) for name, parameter in resumed.named_parameters())

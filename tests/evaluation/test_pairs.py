@@ -1,6 +1,8 @@
 """Opening pairs, encoding prompts, reading prompt files."""
 
 import json
+import shutil
+import warnings
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from transformers.utils import logging
 
 from evaluation.tiny_pair import HELD_OUT
 from hf_dspark import DSparkDraftModel
-from hf_dspark.evaluation.pairs import bundled_pair, encode, held_out_texts, load_pair, read_prompts
+from hf_dspark.evaluation.pairs import bundled_pair, encode, errors_named, held_out_texts, load_pair, read_prompts
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +36,11 @@ def test_an_adapter_is_merged_into_its_draft(pair_folder, tmp_path):
     adapted.base_model.model.layers[0].self_attn.o_proj.lora_B["default"].weight.normal_()
     adapted.save_pretrained(tmp_path / "adapter")
     names = str(tmp_path / "adapter"), str(pair_folder / "target")
-    with pytest.raises(ValueError, match=r"adapter does not name the target .*--target"):
+    with pytest.raises(ValueError, match=rf"adapter that does not name the target .* fine-tune of {names[1]}, the one of its draft .*--target"):
         load_pair(names[0])
-    merged = load_pair(*names, device="cpu").draft
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)  # of PEFT's, which the user can do nothing about
+        merged = load_pair(*names, device="cpu").draft
     assert type(merged) is DSparkDraftModel and merged.dtype == torch.float32
     expected = adapted.merge_and_unload().state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in merged.state_dict().items())
@@ -67,6 +71,36 @@ def test_what_is_missing_is_named(pair_folder, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"does not name the target .*base_model_name_or_path.*--target"):
         load_pair(str(folder))
+
+
+def copy_with(folder, into, file: str, **changes) -> str:
+    """A copy of the folder, with `changes` to its JSON `file`."""
+    shutil.copytree(folder, into)
+    values = json.loads((into / file).read_text())
+    (into / file).write_text(json.dumps({**values, **changes}))
+    return str(into)
+
+
+def test_a_model_that_is_not_there_is_named_with_what_asked_for_it(pair_folder, tmp_path, monkeypatch):
+    """Names that could be of the Hub, which is not reached; drafts and adapters keep relative paths."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"^--draft: 'out/draft' is no folder here, and the Hub does not give it \("):
+        load_pair("out/draft", device="cpu")
+    with pytest.raises(FileNotFoundError, match=r"^--target: 'out/target' is no folder here"):
+        load_pair(str(pair_folder / "draft"), "out/target", device="cpu")
+    moved = copy_with(pair_folder / "draft", tmp_path / "moved", "config.json", base_model_name_or_path="trained/target")
+    with pytest.raises(FileNotFoundError, match=rf"^the target that {moved} names \(.*--target replaces it\): 'trained/target' is no folder here"):
+        load_pair(moved, device="cpu")
+    get_peft_model(DSparkDraftModel.from_pretrained(pair_folder / "draft"), LoraConfig(r=2, target_modules=["o_proj"])).save_pretrained("first")
+    adapter = copy_with(tmp_path / "first", tmp_path / "adapter", "adapter_config.json", base_model_name_or_path="out/draft")
+    with pytest.raises(FileNotFoundError, match=rf"^the draft that the adapter {adapter} was trained over \(.*\): 'out/draft' is no folder here"):
+        load_pair(adapter, str(pair_folder / "target"), device="cpu")
+
+
+def test_a_folder_that_lacks_something_is_not_said_to_be_missing(tmp_path):
+    with pytest.raises(OSError, match=r"^no file model\.safetensors$"), errors_named("--target", str(tmp_path)):
+        raise OSError("no file model.safetensors")
 
 
 def test_the_bundled_pair_is_missed_clearly(tmp_path, monkeypatch):

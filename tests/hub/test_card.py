@@ -128,6 +128,40 @@ def test_the_training_arguments_lie_beside_the_card_without_secrets(target, tmp_
     assert json.loads(content)["seed"] == 3 and b"hf_SECRET" not in content and "hf_SECRET" not in text
 
 
+DECODED = {"eval_tokens_per_round": 3.014, "eval_repeated_8gram_share": 0.215}
+
+
+def test_what_training_decoded_stands_in_for_a_measurement(target, tmp_path):
+    """Held-out prompts are at most as many as rows were held out."""
+    sampled = {"eval_sampled_tokens_per_round": 2.5, "eval_sampled_repeated_8gram_share": 0.01}
+    options = dict(eval_prompts=16, num_held_out=8, eval_new_tokens=64, eval_temperature=0.7)
+    text = written(tiny_draft(target), tmp_path, report=REPORT | DECODED | sampled, arguments=arguments(tmp_path, **options))
+    for line in (
+        "| decoding | tokens a round | repeated 8-grams |",
+        "| greedy | 3.01 | 21.5 % |",
+        "| temperature 0.7 | 2.50 | 1.0 % |",
+        "Measured at the end of training, on up to 8 held-out prompts, up to 64 new tokens each.",
+    ):
+        assert line in text, line
+    assert "It was not measured" not in text
+    alone = written(tiny_draft(target), tmp_path, report=DECODED)
+    assert "| greedy | 3.01 | 21.5 % |" in alone and "on held-out prompts." in alone and "temperature" not in alone
+    assert "It was not measured" in written(tiny_draft(target), tmp_path, report={"eval_tokens_per_round": float("nan")})
+    measured = written(tiny_draft(target), tmp_path, report=DECODED, evaluation=evaluation(tmp_path))
+    assert "| greedy | 3.21 |" in measured and "at the end of training" not in measured
+
+
+def test_features_and_adapters_are_named_as_they_took_effect(target, tmp_path):
+    cached = dict(features="cached", features_dir="/somewhere", features_dtype="int8", features_rank=24, cache_budget="1GB", init_draft=None)
+    text = written(tiny_draft(target), tmp_path, arguments=arguments(tmp_path, **cached))
+    for name, value in {"features": "cached", "features_dtype": "int8", "features_rank": 24, "cache_budget": "1GB"}.items():
+        assert f"| `{name}` | `{value}` |" in text, name
+    text = written(tiny_draft(target), tmp_path, arguments=arguments(tmp_path, lora_rank=16))
+    assert "| `lora_rank` | `16` |" in text and "| `lora_alpha` | `32` |" in text and "| `features" not in text
+    assert "| `lora_alpha` | `8` |" in written(tiny_draft(target), tmp_path, arguments=arguments(tmp_path, lora_rank=16, lora_alpha=8))
+    assert "| `lora" not in written(tiny_draft(target), tmp_path, arguments=arguments(tmp_path))
+
+
 def test_a_measurement_is_added_later(target, tmp_path):
     draft = tiny_draft(target)
     (tmp_path / "distillation.json").write_text(json.dumps(REPORT | PROVENANCE))

@@ -1,6 +1,7 @@
 """Options of `hf-dspark distill`."""
 
 from dataclasses import dataclass, field, fields
+from typing import get_type_hints
 
 from transformers import TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -8,6 +9,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from hf_dspark.distillation.evaluation import check_eval_options
 from hf_dspark.distillation.feature_options import check_feature_options
 from hf_dspark.distillation.losses import LossWeights
+from hf_dspark.distillation.training_options import check_training_options
 
 __all__ = ["DistillationArguments"]
 
@@ -129,6 +131,8 @@ class DistillationArguments(TrainingArguments):
     prediction_loss_only: bool = field(default=True, metadata={"help": "Evaluations report losses and tau and keep no logits."})
     # The heads run outside the wrapped forward, where DDP's search would take their parameters for unused.
     ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "Passed to DistributedDataParallel."})
+    # The Trainer's own default writes 0 in place of a loss that is nan.
+    logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Whether logs leave out losses that are nan or infinite."})
     hub_strategy: str = field(default="end", metadata={"help": "Must stay 'end': nothing is uploaded before the draft is finished."})
     # The Trainer writes this into the draft's config.
     use_cache: bool = field(default=True, metadata={"help": "Written into the draft's config; training uses no cache."})
@@ -137,9 +141,12 @@ class DistillationArguments(TrainingArguments):
         if not self.target:
             raise ValueError(f"target must be a model folder or a Hub id, got {self.target!r}")
         self._check_numbers()
+        check_training_options(self)
         check_feature_options(self)
         if isinstance(self.extra_rows, str):  # one file, written without brackets
             self.extra_rows = [self.extra_rows]
+        if isinstance(self.lora_target_modules, str):
+            self.lora_target_modules = None if self.lora_target_modules == "all-linear" else [self.lora_target_modules]
         if self.streaming:
             self._check_streaming()
         if self.warm_start and self.init_draft is not None:
@@ -183,13 +190,19 @@ class DistillationArguments(TrainingArguments):
             )
 
     def _check_numbers(self) -> None:
+        kinds = get_type_hints(type(self))  # a command line's parser takes None out of the fields' own
         for option in fields(self):
             value = getattr(self, option.name)
-            if isinstance(value, str) and option.type in (float, int, float | None, int | None):
+            if value is None and kinds[option.name] in (float, int) and option.default is not None:
+                raise ValueError(f"{option.name} must be a number, got None; leave it out for its default, {option.default}")
+            if isinstance(value, str) and kinds[option.name] in (float, int, float | None, int | None):
                 raise ValueError(f"{option.name} must be a number, got the text {value!r} (YAML reads 6e-4 as text: write 6.0e-4)")
         if self.max_length < self.block_size + 2:
             raise ValueError(f"max_length must be at least block_size + 2 = {self.block_size + 2} for a whole block to fit in, got {self.max_length}")
-        for name in ("block_size", "num_draft_layers", "num_anchors", "dataset_num_proc", "lora_rank", "lora_alpha"):
+        for name in (
+            *("block_size", "num_draft_layers", "num_anchors", "dataset_num_proc", "lora_rank", "lora_alpha", "intermediate_size"),
+            *("num_attention_heads", "num_key_value_heads", "head_dim", "draft_vocab_size"),
+        ):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("num_held_out", "max_eval_rows", "ce_weight", "l1_weight", "confidence_weight"):

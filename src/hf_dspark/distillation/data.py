@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_dspark.distillation.arguments import DistillationArguments
 from hf_dspark.distillation.conversations import ChatTemplate, read_messages
 from hf_dspark.distillation.corpus import held_out_split, stdlib_modules
-from hf_dspark.distillation.provenance import PROVENANCE_COLUMN, chat_template_sha256
+from hf_dspark.distillation.provenance import NUMBER_COLUMN, PROVENANCE_COLUMN, chat_template_sha256, conversation, conversations
 
 __all__ = ["RowEncoder", "encode_rows", "load_rows", "load_source"]
 
@@ -42,21 +42,27 @@ _ADVICE = {
 }
 
 
-def load_rows(args: DistillationArguments, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset | IterableDataset, Dataset | None]:
+def load_rows(
+    args: DistillationArguments, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None = None
+) -> tuple[Dataset | IterableDataset, Dataset | None]:
     """(training, held-out) rows of `args.dataset`: `input_ids` (tokens,) int32 and `loss_mask` (tokens,) bool, at most `args.max_length` tokens.
 
     At most `args.max_eval_rows` of the held-out ones, None without any; with `args.streaming` the training rows are an IterableDataset
-    that is encoded as it is read. The main process prints one line of counts.
+    that is encoded as it is read. Rows that were regenerated for one conversation are held out together (of a stream, those that follow later
+    are left out). The main process prints one line of counts.
+
+    Args:
+        vocab_size: rows of the target's embedding, which token ids of datasets must be; None: they are not checked.
 
     Raises:
         ValueError: the dataset is unknown or unreadable, has no column to read, or leaves no rows to train on; its conversations can't be
-            rendered by the tokenizer's chat template.
+            rendered by the tokenizer's chat template; a token id outside the vocabulary.
     """
     with args.main_process_first(desc="reading the dataset"):
         if args.streaming:
-            return _stream_rows(args, tokenizer)
-        train, held_out = _split(args)
-        parts = [(train, args.dataset), *((load_source(file, args), file) for file in args.extra_rows or [])]
+            return _stream_rows(args, tokenizer, vocab_size)
+        train, held_out = _split(args, vocab_size)
+        parts = [(train, args.dataset), *((_extra_rows(file, args, held_out, vocab_size), file) for file in args.extra_rows or [])]
         encoded = concatenate_datasets([encode_rows(part, tokenizer, args, name) for part, name in parts])
         rows, line = _usable(encoded, args)
         eval_rows = _held_out_rows(encode_rows(held_out, tokenizer, args, args.dataset), args) if len(held_out) else None
@@ -74,9 +80,7 @@ def encode_rows(
         head: the first rows of a stream, which tell what its columns hold.
     """
     known = source if head is None else head
-    # The column that the dataset names need not be in the extra rows.
-    named = args.dataset_column if name == args.dataset or args.dataset_column in known.column_names else None
-    column, kind = _find_column(known, named, name)
+    column, kind = _find_column(known, args, name)
     chat = ChatTemplate(tokenizer, args.enable_thinking) if kind == "messages" else None
     rendered = json.dumps({"chat_template_sha256": chat_template_sha256(tokenizer)}) if chat else ""
     encoder = RowEncoder(tokenizer, column, kind, args.max_length, args.block_size + 2, chat, args.split_turns, rendered)
@@ -193,36 +197,89 @@ def _held_out_rows(encoded: Dataset, args: DistillationArguments) -> Dataset | N
     return encoded.remove_columns([*_NOTES, *_PROVENANCE]).select([usable[i] for i in _spread(count, len(usable))]) if count else None
 
 
-def _stream_rows(args: DistillationArguments, tokenizer: PreTrainedTokenizerBase) -> tuple[IterableDataset, Dataset | None]:
+def _stream_rows(args: DistillationArguments, tokenizer: PreTrainedTokenizerBase, vocab_size: int | None) -> tuple[IterableDataset, Dataset | None]:
     stream = load_source(args.dataset, args)
     with _errors_named(args.dataset):
         head = list(stream.take(max(args.num_held_out, _NUM_HEAD)))
     if len(head) <= args.num_held_out:
         raise ValueError(f"num_held_out={args.num_held_out} leaves nothing to train on of the {len(head)} rows of {args.dataset!r}; lower it")
     head = Dataset.from_list(head, features=stream.features)
+    _check_ids(head, args, args.dataset, vocab_size)
     first_rows, line = _usable(encode_rows(head, tokenizer, args, args.dataset), args)
     held_out = head.select(range(args.num_held_out))
     eval_rows = _held_out_rows(encode_rows(held_out, tokenizer, args, args.dataset), args) if len(held_out) else None
     if args.process_index == 0:
         print(f"streaming {args.dataset}; of its first {len(head)} rows: {line}; held-out rows {len(eval_rows or [])}")
-    rest = stream.skip(args.num_held_out).shuffle(seed=args.seed, buffer_size=_SHUFFLED_ROWS)
+    column, kind = _find_column(head, args, args.dataset)
+    if kind == "ids" and vocab_size is not None:
+        check = _IdCheck(args.dataset, column, vocab_size)
+        stream = stream.map(check, batched=True, batch_size=64, with_indices=True)  # before the shuffling: it names the row
+    rest, held = stream.skip(args.num_held_out), set(conversations(held_out)) - {None}
+    if held:
+        rest = rest.filter(lambda row: conversation(row[PROVENANCE_COLUMN], row[NUMBER_COLUMN]) not in held)
+    rest = rest.shuffle(seed=args.seed, buffer_size=_SHUFFLED_ROWS)
     encoded = encode_rows(rest, tokenizer, args, args.dataset, head)
     dropped = sorted({*_NOTES, *_PROVENANCE} - set(first_rows.column_names))
     return encoded.filter(lambda row: not row["problem"]).remove_columns(dropped), eval_rows
 
 
-def _split(args: DistillationArguments) -> tuple[Dataset, Dataset]:
-    """The dataset's rows as (training, held-out): of the standard library by module, else held-out rows spread over all."""
+def _split(args: DistillationArguments, vocab_size: int | None) -> tuple[Dataset, Dataset]:
+    """The dataset's rows as (training, held-out): of the standard library by module, else held-out rows spread over all, each with the other
+    rows of its conversation."""
     if args.dataset == "stdlib":
         train, held_out = (list(modules.values()) for modules in held_out_split(stdlib_modules(), args.num_held_out))
         return Dataset.from_dict({"text": train}), Dataset.from_dict({"text": held_out})
     rows = load_source(args.dataset, args)
-    if args.num_held_out >= len(rows):
+    _check_ids(rows, args, args.dataset, vocab_size)
+    held_out, of_rows = set(_spread(min(args.num_held_out, len(rows)), len(rows))), conversations(rows)
+    shared = {of_rows[i] for i in held_out} - {None}
+    held_out |= {i for i, of_row in enumerate(of_rows) if of_row in shared}
+    if len(held_out) == len(rows):
         raise ValueError(
             f"num_held_out={args.num_held_out} leaves nothing to train on of the {len(rows)} rows of {args.dataset!r}; lower it (0: no held-out rows)"
         )
-    held_out = _spread(args.num_held_out, len(rows))
-    return rows.select(sorted(set(range(len(rows))) - set(held_out))), rows.select(held_out)
+    return rows.select([i for i in range(len(rows)) if i not in held_out]), rows.select(sorted(held_out))
+
+
+def _extra_rows(name: str, args: DistillationArguments, held_out: Dataset, vocab_size: int | None) -> Dataset:
+    """The rows of the dataset `name`, without those of a held-out conversation."""
+    rows, held = load_source(name, args), set(conversations(held_out)) - {None}
+    _check_ids(rows, args, name, vocab_size)
+    return rows.select([i for i, of_row in enumerate(conversations(rows)) if of_row not in held]) if held else rows
+
+
+@dataclass(frozen=True, slots=True)
+class _IdCheck:
+    """Raises ValueError for a batch of rows of the dataset `name` with an id that is no row of the target's embedding."""
+
+    name: str
+    column: str
+    vocab_size: int
+
+    def __call__(self, batch: dict[str, list], numbers: list[int]) -> dict:
+        for ids, number in zip(batch[self.column], numbers):
+            bad = next((id_ for id_ in ids or [] if not 0 <= id_ < self.vocab_size), None)
+            if bad is not None:
+                raise ValueError(
+                    f"dataset {self.name!r}: row {number} holds the token id {bad}, but the target's vocabulary has {self.vocab_size} tokens "
+                    f"(0 to {self.vocab_size - 1}); these ids are another tokenizer's"
+                )
+        return {}
+
+
+def _check_ids(rows: Dataset, args: DistillationArguments, name: str, vocab_size: int | None) -> None:
+    """Raises ValueError where rows of token ids hold one outside the vocabulary."""
+    if vocab_size is None or len(rows) == 0:
+        return
+    column, kind = _find_column(rows, args, name)
+    if kind != "ids":
+        return
+    check, start = _IdCheck(name, column, vocab_size), 0
+    for batch in rows.select_columns([column]).with_format("arrow").iter(1000):
+        span = pc.min_max(pc.list_flatten(batch[column])).as_py()
+        if span["min"] is not None and not 0 <= span["min"] <= span["max"] < vocab_size:
+            check(batch.to_pydict(), range(start, start + len(batch)))
+        start += len(batch)
 
 
 def load_source(name: str, args) -> Dataset | IterableDataset:
@@ -267,8 +324,10 @@ def _errors_named(name: str):
         ) from error
 
 
-def _find_column(rows: Dataset, column: str | None, name: str) -> tuple[str, str]:
-    """(column, kind) to read: `column`, or the first of the known names."""
+def _find_column(rows: Dataset, args: DistillationArguments, name: str) -> tuple[str, str]:
+    """(column, kind) to read of the dataset `name`: `args.dataset_column`, or the first of the known names."""
+    # The column that the dataset names need not be in the extra rows.
+    column = args.dataset_column if name == args.dataset or args.dataset_column in rows.column_names else None
     found = column or next((known for known in _KINDS if known in rows.column_names), None)
     if found not in rows.column_names:
         wanted = f"the column {column!r}" if column else "a column 'messages', 'conversations', 'input_ids' or 'text'"

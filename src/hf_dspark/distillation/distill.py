@@ -11,14 +11,21 @@ from hf_dspark.distillation.adapter import add_adapter, save_adapter
 from hf_dspark.distillation.arguments import DistillationArguments
 from hf_dspark.distillation.conversations import show_sample
 from hf_dspark.distillation.data import load_rows
+from hf_dspark.distillation.divergence import num_non_finite_weights
+from hf_dspark.distillation.evaluation import eval_prompts
+from hf_dspark.distillation.features import weights_fingerprint
+from hf_dspark.distillation.preflight import check_context, check_held_out, checked_folders, target_context, warn_of_ignored_options
 from hf_dspark.distillation.provenance import take_provenance, training_data
+from hf_dspark.distillation.resumption import check_same_draft
 from hf_dspark.distillation.summary import evaluations, plot_history, summary_table
 from hf_dspark.distillation.trainer import DSparkTrainer
 from hf_dspark.evaluation.output import write_json
+from hf_dspark.evaluation.pairs import errors_named
 from hf_dspark.hub import DraftCard, upload_draft, write_draft_card
 from hf_dspark.modeling import DSparkConfig, DSparkDraftModel
+from hf_dspark.modeling.target_tables import check_fit
 
-__all__ = ["copy_last_layers", "distill", "draft_config", "new_draft", "starting_draft"]
+__all__ = ["choose_vocabulary", "copy_last_layers", "distill", "draft_config", "starting_draft"]
 
 _REPORTED = (
     *("eval_loss", "eval_ce", "eval_l1", "eval_confidence", "eval_tau", "eval_tokens_per_round", "eval_repeated_8gram_share"),
@@ -31,21 +38,31 @@ def distill(args: DistillationArguments) -> Path:
     and, of two evaluations or more, the plot `tau_by_time.png` to `args.output_dir`; with `push_to_hub` the draft is uploaded then.
 
     Raises:
-        ValueError: options that don't fit the target, its tokenizer or the data.
-        OSError: there is no such target.
+        ValueError: options that don't fit the target, its tokenizer, the data or what `args.output_dir` holds, all before the first step; the
+            training diverged.
+        OSError: there is no such target or draft.
     """
+    checkpoint = checked_folders(args)
+    check_held_out(args)
     set_seed(args.seed)
-    target = AutoModelForCausalLM.from_pretrained(args.target, dtype="auto")
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
-    train_rows, eval_rows = load_rows(args, tokenizer)
+    with errors_named("target", args.target):
+        target, tokenizer = AutoModelForCausalLM.from_pretrained(args.target, dtype="auto"), AutoTokenizer.from_pretrained(args.target)
+    check_context(args, target)
+    draft = starting_draft(args, target, tokenizer)
+    if checkpoint is not None:
+        check_same_draft(checkpoint, draft)
+    train_rows, eval_rows = load_rows(args, tokenizer, target.config.get_text_config().vocab_size)
+    if eval_rows is not None and args.eval_prompts:
+        eval_prompts(eval_rows, args, target_context(target))  # raises where none fits
     train_rows, sources = take_provenance(train_rows)
     revision = getattr(target.config, "_commit_hash", None)
-    data_facts = training_data(sources, args, tokenizer, revision)
+    data_facts = training_data(sources, args, tokenizer, revision, weights_fingerprint(target, rounded=True))
     if args.process_index == 0:
         print(show_sample(next(iter(train_rows)), tokenizer))
-    draft = starting_draft(args, target, tokenizer, train_rows)
+    if args.init_draft is None and args.draft_vocab_size is not None:
+        choose_vocabulary(draft, target, train_rows)
     trainer = DSparkTrainer(draft, target, args, train_dataset=train_rows, eval_dataset=eval_rows, chat_template=tokenizer.chat_template)
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.train(resume_from_checkpoint=checkpoint)
     report = {"steps": trainer.state.global_step, **data_facts}
     if not args.streaming:
         report["num_train_rows"] = len(train_rows)
@@ -55,43 +72,73 @@ def distill(args: DistillationArguments) -> Path:
         # The best checkpoint, loaded again, is not what the last step made.
         report["history"] = during if args.load_best_model_at_end else evaluations(trainer.state.log_history)
         report |= {name: metrics[name] for name in _REPORTED if name in metrics}
-    output, draft = Path(args.output_dir), trainer.whole_draft()
+    draft = _finished(trainer, args)
     if trainer.is_world_process_zero():
         draft.config.base_model_name_or_path, draft.config.base_model_revision = args.target, revision
         if data_facts or args.init_draft is not None:  # not those of an earlier training
             draft.config.training_data = data_facts
-        draft.to(getattr(torch, args.save_dtype))
-        save_adapter(draft, output) if args.lora_rank is not None else draft.save_pretrained(output)
-        write_json(output / "distillation.json", report)
-        write_draft_card(draft, output, DraftCard(arguments=args.to_dict(), report=report))
-        if history := report.get("history"):
-            print(summary_table(history))
-            plot_history(output / "tau_by_time.png", history)
-        figures = [f"{name} {value:.4g}" for name, value in report.items() if isinstance(value, int | float)]
-        print(", ".join(figures) + f"; wrote {output}")
-        if args.push_to_hub:
-            name = args.hub_model_id or output.absolute().name
-            upload_draft(output, name, private=args.hub_private_repo, token=args.hub_token, revision=args.hub_revision)
-    return output
+        _write(draft, args, report)
+    return Path(args.output_dir)
+
+
+def _finished(trainer: DSparkTrainer, args: DistillationArguments) -> DSparkDraftModel | PeftModel:
+    """The whole draft as it is saved. Raises ValueError where one of its weights is no number. All processes must call it."""
+    trainer.check_weights()
+    draft = trainer.whole_draft().to(getattr(torch, args.save_dtype))
+    if num_wrong := int(num_non_finite_weights(draft)):
+        raise ValueError(f"save_dtype={args.save_dtype!r} can't hold {num_wrong} of the draft's weights; save it as bfloat16 or float32")
+    return draft
+
+
+def _write(draft: DSparkDraftModel | PeftModel, args: DistillationArguments, report: dict) -> None:
+    """Writes the draft with all that goes with it, and uploads it where that is asked for."""
+    output = Path(args.output_dir)
+    save_adapter(draft, output) if args.lora_rank is not None else draft.save_pretrained(output)
+    write_json(output / "distillation.json", report)
+    write_draft_card(draft, output, DraftCard(arguments=args.to_dict(), report=report))
+    if history := report.get("history"):
+        print(summary_table(history))
+        plot_history(output / "tau_by_time.png", history)
+    figures = [f"{name} {value:.4g}" for name, value in report.items() if isinstance(value, int | float)]
+    print(", ".join(figures) + f"; wrote {output}")
+    if args.push_to_hub:
+        name = args.hub_model_id or output.absolute().name
+        upload_draft(output, name, private=args.hub_private_repo, token=args.hub_token, revision=args.hub_revision)
 
 
 def starting_draft(
-    args: DistillationArguments, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Dataset
+    args: DistillationArguments, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Dataset | None = None
 ) -> DSparkDraftModel | PeftModel:
     """What `args` say to train: a new draft, cold or warm, one at hand, or a fresh adapter over that.
 
+    `rows`: the training rows, from which a reduced vocabulary is chosen; None: `choose_vocabulary` does that later.
+
     Raises:
         ValueError: the options don't fit the target, its tokenizer or the draft at hand.
+        OSError: there is no such draft.
     """
     if args.init_draft is None:
-        draft = new_draft(draft_config(target, tokenizer, args), target, rows)
+        draft = DSparkDraftModel(draft_config(target, tokenizer, args))
+        if args.draft_vocab_size is not None and rows is not None:
+            choose_vocabulary(draft, target, rows)
         if args.warm_start:
             copy_last_layers(draft, target)
         return draft
-    draft = DSparkDraftModel.from_pretrained(args.init_draft, dtype=torch.float32)
+    draft = _draft_at_hand(args)
+    check_fit(draft.config, target)
     if args.max_length < draft.config.block_size + 2:
         raise ValueError(f"max_length={args.max_length} is too short for the block_size {draft.config.block_size} of {args.init_draft}")
+    warn_of_ignored_options(args, draft.config)
     return draft if args.lora_rank is None else add_adapter(draft, args)
+
+
+def _draft_at_hand(args: DistillationArguments) -> DSparkDraftModel:
+    folder = Path(args.init_draft)
+    # transformers would put the adapter over the draft, and train nothing of either.
+    if (folder / "adapter_config.json").exists() and (folder / "config.json").exists():
+        raise ValueError(f"init_draft={args.init_draft!r} holds a draft and an adapter; name a folder with the draft alone")
+    with errors_named("init_draft", args.init_draft):
+        return DSparkDraftModel.from_pretrained(args.init_draft, dtype=torch.float32)
 
 
 def draft_config(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: DistillationArguments) -> DSparkConfig:
@@ -141,23 +188,20 @@ def draft_config(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ar
     )
 
 
-def new_draft(config: DSparkConfig, target: PreTrainedModel, rows: Dataset) -> DSparkDraftModel:
-    """A draft with fresh weights; a reduced vocabulary holds the most frequent tokens of `rows` and starts from the target's head."""
-    draft = DSparkDraftModel(config)
-    size = config.draft_vocab_size
-    if size is not None:
-        counts = torch.zeros(config.vocab_size, dtype=torch.long)
-        # Only supervised tokens are ever predicted.
-        for row in rows:
-            ids = torch.as_tensor(row["input_ids"])
-            counts += torch.bincount(ids[torch.as_tensor(row["loss_mask"]).bool()] if "loss_mask" in row else ids, minlength=config.vocab_size)
-        kept = counts.argsort(descending=True, stable=True)[:size].sort().values
-        draft.d2t.copy_(kept - torch.arange(size))
-        with torch.no_grad():
-            # The head is called, not read: it may be quantised, or not a plain linear layer.
-            unit_rows = torch.eye(config.hidden_size, dtype=target.dtype, device=target.device)
-            draft.lm_head.weight.copy_(target.get_output_embeddings()(unit_rows).T[kept.to(target.device)])
-    return draft
+@torch.no_grad()
+def choose_vocabulary(draft: DSparkDraftModel, target: PreTrainedModel, rows: Dataset) -> None:
+    """Makes the reduced vocabulary of `draft` the most frequent tokens of `rows`, and its head the target's rows of these."""
+    config = draft.config
+    size, counts = config.draft_vocab_size, torch.zeros(config.vocab_size, dtype=torch.long)
+    # Only supervised tokens are ever predicted.
+    for row in rows:
+        ids = torch.as_tensor(row["input_ids"])
+        counts += torch.bincount(ids[torch.as_tensor(row["loss_mask"]).bool()] if "loss_mask" in row else ids, minlength=config.vocab_size)
+    kept = counts.argsort(descending=True, stable=True)[:size].sort().values
+    draft.d2t.copy_(kept - torch.arange(size))
+    # The head is called, not read: it may be quantised, or not a plain linear layer.
+    unit_rows = torch.eye(config.hidden_size, dtype=target.dtype, device=target.device)
+    draft.lm_head.weight.copy_(target.get_output_embeddings()(unit_rows).T[kept.to(target.device)])
 
 
 @torch.no_grad()

@@ -3,12 +3,12 @@
 Axis words: `batch`; `anchors` blocks of a row; `block` the B slots of one.
 """
 
+import re
 from contextlib import contextmanager
 
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedModel, Trainer, TrainingArguments
-from transformers.utils import logging
+from transformers import PreTrainedModel, TrainingArguments
 
 from hf_dspark.evaluation.acceptance import REPEATED_NGRAM
 from hf_dspark.evaluation.benchmarks import fixed_draft_length, repeated_ngram_share
@@ -17,28 +17,46 @@ from hf_dspark.generation.queue import generate_many
 from hf_dspark.generation.report import record_generation
 from hf_dspark.modeling import DSparkDraftModel
 
-__all__ = ["accepted_length", "check_eval_options", "decodes", "eval_prompts", "random_state_kept", "slot_metrics", "slot_sums"]
-
-logger = logging.get_logger(__name__)
+__all__ = ["accepted_length", "check_eval_options", "eval_prompts", "random_state_kept", "slot_metrics", "slot_sums"]
 
 _BINS = 10
+# What an evaluation reports by which drafts can be ranked, and whether more of it is better; `acceptance_k` and `survival_k` come to it.
+_IS_BETTER_WHEN_GREATER = {
+    **{"loss": False, "ce": False, "l1": False, "confidence": False, "confidence_calibration_error": False, "tau": True},
+    **{"tokens_per_round": True, f"repeated_{REPEATED_NGRAM}gram_share": False},
+    **{"sampled_tokens_per_round": True, f"sampled_repeated_{REPEATED_NGRAM}gram_share": False},
+}
 
 
 def check_eval_options(args: TrainingArguments) -> None:
-    """Checks what `args` (DistillationArguments) say of evaluations.
+    """Checks what `args` (DistillationArguments) say of evaluations, and sets `greater_is_better` where they leave it open.
 
     Raises:
-        ValueError: a number outside its range, or a best checkpoint by an accepted length that is not measured.
+        ValueError: a number outside its range, or a best checkpoint by what is not measured.
     """
     for name, least in (("eval_prompts", 0), ("eval_prompt_tokens", 1), ("eval_new_tokens", 2)):
         if getattr(args, name) < least:
             raise ValueError(f"{name} must be at least {least}, got {getattr(args, name)}")
     if args.eval_temperature is not None and not args.eval_temperature > 0:
         raise ValueError(f"eval_temperature must be positive or None, got {args.eval_temperature} (greedy decoding is measured anyway)")
-    metric = args.metric_for_best_model or ""
+    if args.metric_for_best_model is None:
+        return
+    metric = args.metric_for_best_model.removeprefix("eval_")
+    decoded = metric.removeprefix("sampled_") in ("tokens_per_round", f"repeated_{REPEATED_NGRAM}gram_share")
     missing = "eval_prompts above 0" if args.eval_prompts == 0 else "an eval_temperature" if args.eval_temperature is None else None
-    if missing and metric.removeprefix("eval_") in ("sampled_tokens_per_round", *(["tokens_per_round"] if args.eval_prompts == 0 else [])):
-        raise ValueError(f"metric_for_best_model={metric!r} needs {missing}")
+    if missing and decoded and (args.eval_prompts == 0 or metric.startswith("sampled_")):
+        raise ValueError(f"metric_for_best_model={args.metric_for_best_model!r} needs {missing}")
+    if metric.startswith("confidence") and not args.enable_confidence_head and args.init_draft is None:
+        raise ValueError(f"metric_for_best_model={args.metric_for_best_model!r} needs enable_confidence_head: true")
+    slot = re.fullmatch(r"(?:acceptance|survival)_([1-9]\d*)", metric)
+    # A draft at hand has a block size of its own.
+    if metric not in _IS_BETTER_WHEN_GREATER and not (slot and (args.init_draft is not None or int(slot[1]) <= args.block_size)):
+        raise ValueError(
+            f"metric_for_best_model={args.metric_for_best_model!r} is not what an evaluation reports: {', '.join(_IS_BETTER_WHEN_GREATER)}, "
+            f"acceptance_k and survival_k with k from 1 to block_size={args.block_size}"
+        )
+    if args.greater_is_better is None:
+        args.greater_is_better = _IS_BETTER_WHEN_GREATER.get(metric, True)
 
 
 @contextmanager
@@ -67,7 +85,8 @@ def slot_sums(slot_mask: torch.Tensor, acceptance: torch.Tensor, confidence: tor
     confidence = torch.zeros_like(acceptance) if confidence is None else confidence
     values = [counted, acceptance * counted, (acceptance * counted).cumprod(dim=-1), confidence * counted]
     by_slot = torch.stack(values).sum(dim=(1, 2)).flatten()
-    bins = (confidence * _BINS).long().clamp(max=_BINS - 1)[slot_mask]
+    # Of a draft that has diverged the confidence is nan, which is no bin's number.
+    bins = (confidence * _BINS).nan_to_num().clamp(min=0, max=_BINS - 1).long()[slot_mask]
     gaps = torch.zeros(_BINS, device=acceptance.device).index_add(0, bins, (confidence - acceptance)[slot_mask])
     return torch.cat([by_slot, gaps])
 
@@ -90,13 +109,6 @@ def slot_metrics(sums: torch.Tensor, has_confidence: bool) -> dict[str, float]:
 
 
 # From decoding
-
-
-def decodes(trainer: Trainer) -> bool:
-    """Whether the evaluations of `trainer` decode: not with `eval_prompts=0`, nor while the draft's weights are spread over processes."""
-    if trainer.is_fsdp_enabled and trainer.args.eval_prompts:
-        logger.warning_once("evaluations measure no accepted length while the draft's weights are spread over processes (FSDP)")
-    return trainer.args.eval_prompts > 0 and not trainer.is_fsdp_enabled
 
 
 def eval_prompts(rows, args: TrainingArguments, context: int | None) -> list[list[int]]:

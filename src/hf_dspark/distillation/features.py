@@ -77,18 +77,24 @@ def config_fingerprint(target: PreTrainedModel) -> str:
 
 
 @torch.no_grad()
-def weights_fingerprint(target: PreTrainedModel) -> str:
+def weights_fingerprint(target: PreTrainedModel, rounded: bool = False) -> str:
     """16 hex digits of a sha256 over names, shapes, types and 64 evenly spaced elements of every tensor of the target, an adapter's
-    included: fast, and different for a fine-tuned target. Tensors that are elsewhere (offloaded to disk) count by name and shape."""
+    included: fast, and different for a fine-tuned target. Tensors that are elsewhere (offloaded to disk) count by name and shape.
+
+    Args:
+        rounded: numbers count as bfloat16, so that it is the same for the target loaded as float32, as bfloat16 or as it was stored.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(target.state_dict().items()):
         if not isinstance(tensor, torch.Tensor):
             continue
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        is_rounded = rounded and tensor.is_floating_point()
+        digest.update(f"{name} {tuple(tensor.shape)} {torch.bfloat16 if is_rounded else tensor.dtype}".encode())
         if tensor.is_meta or not tensor.numel():
             continue
         flat = tensor.flatten()
         sampled = flat[torch.arange(min(_NUM_SAMPLED, len(flat)), device=flat.device) * len(flat) // min(_NUM_SAMPLED, len(flat))]
+        sampled = sampled.bfloat16() if is_rounded else sampled
         digest.update(sampled.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     if isinstance(target, PeftModel):
         digest.update(str(target.active_adapters).encode())

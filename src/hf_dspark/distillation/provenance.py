@@ -12,12 +12,24 @@ from transformers import PreTrainedTokenizerBase
 from hf_dspark.distillation.arguments import DistillationArguments
 from hf_dspark.modeling.uploading import public_name
 
-__all__ = ["PROVENANCE_COLUMN", "chat_template_sha256", "row_provenance", "sampling_in_words", "take_provenance", "training_data"]
+__all__ = [
+    "NUMBER_COLUMN",
+    "PROVENANCE_COLUMN",
+    "chat_template_sha256",
+    "conversation",
+    "conversations",
+    "row_provenance",
+    "sampling_in_words",
+    "take_provenance",
+    "training_data",
+]
 
 logger = logging.getLogger(__name__)
 
 # A column of JSON text, the same in all rows of a run: it stays with the rows through copying, merging and uploading a dataset.
 PROVENANCE_COLUMN = "provenance"
+# The number of the conversation or prompt that a row was written for.
+NUMBER_COLUMN = "row"
 
 
 def row_provenance(target: str, revision: str | None, mode: str, **facts) -> str:
@@ -33,6 +45,22 @@ def row_provenance(target: str, revision: str | None, mode: str, **facts) -> str
 def chat_template_sha256(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """Of the text of the chat template; None: there is none."""
     return None if tokenizer.chat_template is None else hashlib.sha256(tokenizer.get_chat_template().encode()).hexdigest()
+
+
+def conversation(provenance, number) -> tuple[str, int] | None:
+    """Which conversation of which run a row is of, from its columns; None: it does not say. One conversation may have several rows."""
+    return (provenance, number) if isinstance(provenance, str) and provenance and isinstance(number, int) else None
+
+
+def conversations(rows: Dataset) -> list[tuple[str, int] | None]:
+    """`conversation` of each row."""
+    if not {NUMBER_COLUMN, PROVENANCE_COLUMN} <= set(rows.column_names):
+        return [None] * len(rows)
+    runs, found = {}, []  # a run's long text is held once
+    for batch in rows.select_columns([PROVENANCE_COLUMN, NUMBER_COLUMN]).with_format("arrow").iter(10_000):
+        texts, numbers = (batch[name].to_pylist() for name in (PROVENANCE_COLUMN, NUMBER_COLUMN))
+        found += [conversation(text, number) and (runs.setdefault(text, text), number) for text, number in zip(texts, numbers)]
+    return found
 
 
 def take_provenance(rows: Dataset | IterableDataset) -> tuple[Dataset | IterableDataset, list[dict]]:
@@ -55,20 +83,22 @@ def take_provenance(rows: Dataset | IterableDataset) -> tuple[Dataset | Iterable
     return rows.remove_columns(PROVENANCE_COLUMN), sources
 
 
-def training_data(sources: list[dict], args: DistillationArguments, tokenizer: PreTrainedTokenizerBase, revision: str | None) -> dict:
+def training_data(
+    sources: list[dict], args: DistillationArguments, tokenizer: PreTrainedTokenizerBase, revision: str | None, weights: str | None = None
+) -> dict:
     """What a draft's config keeps of its training rows: `regenerated_share` (of the rows, 0 to 1) and `regenerated_token_share` that the
     target itself wrote, its `sampling` in words, `chat_template_sha256`, and the `sources` of all regenerated rows. Warns of rows that
     another target or template wrote.
 
     Args:
         sources: from `take_provenance`.
-        revision: the target's.
+        revision: the target's. weights: the fingerprint of its weights (`weights_fingerprint`, rounded), by which local folders are told apart.
     """
     regenerated = [source for source in sources if "target" in source]
     for source in regenerated:
-        for problem in _disagreements(source, args, tokenizer, revision):
+        for problem in _disagreements(source, args, tokenizer, revision, weights):
             logger.warning("regenerated training rows: %s", problem)
-    own = [source for source in regenerated if source["target"] == public_name(args.target)]
+    own = [source for source in regenerated if _is_own(source, public_name(args.target), weights)]
     facts = {
         "regenerated_share": _total(own, "share"),
         "regenerated_token_share": _total(own, "token_share"),
@@ -91,9 +121,22 @@ def sampling_in_words(source: dict) -> str:
     return words + (f", {share:.0%} of the rows greedy" if share else "")
 
 
-def _disagreements(source: dict, args: DistillationArguments, tokenizer: PreTrainedTokenizerBase, revision: str | None) -> list[str]:
+def _is_own(source: dict, target: str, weights: str | None) -> bool:
+    """Whether `target` itself wrote the rows of `source`: by the weights, where both are local folders that have them, else by the name."""
+    is_local = str(source["target"]).startswith("./") and target.startswith("./")
+    if is_local and weights and source.get("target_weights"):
+        return source["target_weights"] == weights
+    return source["target"] == target
+
+
+def _disagreements(
+    source: dict, args: DistillationArguments, tokenizer: PreTrainedTokenizerBase, revision: str | None, weights: str | None
+) -> list[str]:
     target, theirs, problems = public_name(args.target), source.get("target_revision"), []
-    if source["target"] != target:
+    is_own = _is_own(source, target, weights)
+    if not is_own and source["target"] == target:
+        problems.append(f"another {target} wrote them, whose weights are not those of the target at hand; it would write other text")
+    elif not is_own:
         problems.append(f"{source['target']} wrote them, but the draft is trained for {target}, which would write other text")
     elif theirs and revision and theirs != revision:
         problems.append(f"revision {theirs} of {target} wrote them, the draft is trained for revision {revision}")

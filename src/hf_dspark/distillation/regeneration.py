@@ -14,12 +14,14 @@ from hf_dspark.distillation.conversations import ChatTemplate
 from hf_dspark.distillation.corpus import held_out_split, stdlib_modules
 from hf_dspark.distillation.data import load_source
 from hf_dspark.distillation.dialogues import CUT, EMPTY, LOOPING, Dialogue, find_prompts, read_dialogues
-from hf_dspark.distillation.provenance import PROVENANCE_COLUMN, chat_template_sha256, row_provenance, sampling_in_words
+from hf_dspark.distillation.features import weights_fingerprint
+from hf_dspark.distillation.provenance import NUMBER_COLUMN, PROVENANCE_COLUMN, chat_template_sha256, row_provenance, sampling_in_words
 from hf_dspark.distillation.regeneration_arguments import RegenerationArguments
 from hf_dspark.distillation.row_journal import RowJournal
 from hf_dspark.distillation.sampling import Sampling
 from hf_dspark.distillation.server import ChatServer, read_api_key
 from hf_dspark.distillation.writers import ServerWriter, TargetWriter
+from hf_dspark.evaluation.pairs import errors_named, usable_device
 from hf_dspark.modeling import DSparkDraftModel
 from hf_dspark.modeling.uploading import public_name
 
@@ -71,8 +73,11 @@ class _Run:
     def __init__(self, args: RegenerationArguments):
         self.args, self.is_stdlib = args, args.dataset == "stdlib"
         api_key = read_api_key(args.api_key_env)
-        self.revision = getattr(AutoConfig.from_pretrained(args.target), "_commit_hash", None)
-        self.tokenizer = AutoTokenizer.from_pretrained(args.target)
+        self.device = usable_device(args.device) if args.server is None else None
+        with errors_named("target", args.target):
+            self.revision = getattr(AutoConfig.from_pretrained(args.target), "_commit_hash", None)
+            self.tokenizer = AutoTokenizer.from_pretrained(args.target)
+        self.target_weights = None
         self.sampling = Sampling.of_run(_generation_config(args.target), args)
         self.rows = None if self.is_stdlib else load_source(args.dataset, args)
         self.column, is_text = (None, True) if self.is_stdlib else find_prompts(self.rows, args.dataset_column, args.dataset)
@@ -117,10 +122,14 @@ class _Run:
         if self.server is not None:
             self.server.check()
             return ServerWriter(self.server, self.tokenizer, self.chat, self.sampling, self.args)
-        device = self.args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        dtype = self.args.dtype if self.args.dtype == "auto" else getattr(torch, self.args.dtype)
-        target = AutoModelForCausalLM.from_pretrained(self.args.target, dtype=dtype).eval().to(device)
-        draft = None if self.args.draft is None else DSparkDraftModel.from_pretrained(self.args.draft, dtype=target.dtype).to(device)
+        dtype, draft = self.args.dtype if self.args.dtype == "auto" else getattr(torch, self.args.dtype), None
+        target = AutoModelForCausalLM.from_pretrained(self.args.target, dtype=dtype).eval()
+        if self.args.dtype != "float16":  # which may have rounded the weights in a way of its own
+            self.target_weights = weights_fingerprint(target, rounded=True)
+        target.to(self.device)
+        if self.args.draft is not None:
+            with errors_named("draft", self.args.draft):
+                draft = DSparkDraftModel.from_pretrained(self.args.draft, dtype=target.dtype).to(self.device)
         return TargetWriter(target, self.tokenizer, self.chat, self.sampling, self.args, draft)
 
     def keep(self, dialogue: Dialogue, error: Exception | None) -> None:
@@ -154,18 +163,22 @@ class _Run:
             num_tokens += entry["num_new_tokens"]
         if num_rows == 0:
             causes = f"{self.num_without_prompt} of {self.num_asked + self.num_without_prompt} rows have no user turn, or no text; "
-            causes += f"{counts[EMPTY]} answers are empty, {counts[LOOPING] + counts[CUT]} degenerate; {self.journal.num_failed} rows failed"
-            causes += f", first with {self.first_error}" if self.first_error else ""
+            causes += f"{counts[EMPTY]} answers are empty, {counts[LOOPING]} loop, {counts[CUT]} are cut at new_tokens={self.args.new_tokens}; "
+            causes += f"{self.journal.num_failed} rows failed" + (f", first with {self.first_error}" if self.first_error else "")
+            if self.args.drop_degenerate and counts[LOOPING] + counts[CUT]:
+                advice = "raise new_tokens, or set it to False" if counts[CUT] else "set it to False to keep them"
+                causes += f"; drop_degenerate=True leaves out what loops or is cut: {advice}, and delete {self.journal.unfinished}"
             raise ValueError(f"no row of {self.args.dataset!r} was answered: {causes}")
         known = {"rows": num_rows, "answers": counts.total(), **{name: counts[name] for name in (LOOPING, CUT, EMPTY)}}
-        facts = self._facts(public_name(self.args.dataset), counts={**known, "failed": self.journal.num_failed})
+        counted = {**known, "failed": self.journal.num_failed}
+        facts = self._facts(public_name(self.args.dataset), counts=counted, target_weights=self.target_weights)
         self.journal.finish(self._output_rows(row_provenance(self.args.target, self.revision, **facts)))
         print(f"wrote {num_rows:,} rows to {self.journal.output}: {counts.total():,} answers, {num_tokens:,} new tokens{self._remarks(counts)}")
         return self.journal.output
 
     def _output_rows(self, provenance: str) -> Iterator[dict]:
         for entry in self._entries():
-            number = {} if self.is_stdlib else {"row": entry["row"]}
+            number = {} if self.is_stdlib else {NUMBER_COLUMN: entry["row"]}
             for row in entry["rows"]:
                 yield {**number, **row, PROVENANCE_COLUMN: provenance}
 
@@ -221,9 +234,13 @@ def _generation_config(target: str) -> GenerationConfig:
 
 
 def _stdlib_prompts(tokenizer: PreTrainedTokenizerBase, args: RegenerationArguments) -> list[list[int]]:
-    """Pieces of the corpus, cut at random places."""
-    train, _ = held_out_split(stdlib_modules(), args.num_held_out)
-    stream = [token for ids in tokenizer(list(train.values()), add_special_tokens=False)["input_ids"] for token in [tokenizer.bos_token_id, *ids]]
+    """Pieces of the corpus, cut at random places among all its tokens, which must be counted for that."""
+    texts, stream = list(held_out_split(stdlib_modules(), args.num_held_out)[0].values()), []
+    with logging.tqdm(total=len(texts), desc="tokenizing the standard library", unit="module", disable=None, leave=False) as bar:
+        for start in range(0, len(texts), 32):
+            encoded = tokenizer(texts[start : start + 32], add_special_tokens=False)["input_ids"]
+            stream += [token for ids in encoded for token in [tokenizer.bos_token_id, *ids]]
+            bar.update(len(encoded))
     places = torch.Generator().manual_seed(args.seed)
     starts = torch.randint(len(stream) - args.prompt_tokens, (args.num_rows,), generator=places).tolist()
     return [stream[start : start + args.prompt_tokens] for start in starts]

@@ -1,15 +1,26 @@
-"""Checkpoints that a kill during saving leaves torn are never gone on from."""
+"""Checkpoints that a kill during saving leaves torn, or that are of another draft, are never gone on from."""
 
 import json
 import logging
 from pathlib import Path
 
-__all__ = ["checkpoint_to_resume", "forget_whole", "is_whole"]
+from peft import PeftModel
+
+from hf_dspark.modeling import DSparkConfig, DSparkDraftModel
+
+__all__ = ["check_same_draft", "checkpoint_to_resume", "forget_whole", "is_whole", "whole_checkpoints"]
 
 logger = logging.getLogger(__name__)
 
 # The Trainer writes it last.
 _STATE_FILE = "trainer_state.json"
+# What a draft's weights follow from, by the names of the config; the options' names where they differ.
+_SHAPE = (
+    *("block_size", "num_hidden_layers", "target_layer_ids", "markov_rank", "markov_head_type", "enable_confidence_head"),
+    *("confidence_head_with_markov", "draft_vocab_size", "mask_token_id", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "hidden_size", "vocab_size", "num_target_layers"),
+)
+_OPTION_NAMES = {"num_hidden_layers": "num_draft_layers"}
 
 
 def checkpoint_to_resume(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | None:
@@ -28,12 +39,59 @@ def checkpoint_to_resume(resume_from_checkpoint: str | bool | None, output_dir: 
                 "missing or cut off; go on from an earlier one"
             )
         return str(resume_from_checkpoint)
-    folders = sorted((path for path in Path(output_dir).glob("checkpoint-*") if path.name[11:].isdigit()), key=lambda path: -int(path.name[11:]))
-    for folder in folders:
+    for folder in _checkpoints(output_dir):
         if is_whole(folder):
             return str(folder)
         logger.warning("%s is torn (its saving was interrupted), the one before it is taken", folder)
     raise ValueError(f"resume_from_checkpoint=True finds no whole checkpoint in {output_dir!r}; leave it out to start anew")
+
+
+def whole_checkpoints(output_dir: str) -> list[Path]:
+    """The whole checkpoints of `output_dir`, the newest first."""
+    return [folder for folder in _checkpoints(output_dir) if is_whole(folder)]
+
+
+def _checkpoints(output_dir: str) -> list[Path]:
+    """Whole or torn, the newest first."""
+    return sorted((path for path in Path(output_dir).glob("checkpoint-*") if path.name[11:].isdigit()), key=lambda path: -int(path.name[11:]))
+
+
+def check_same_draft(checkpoint: str, draft: DSparkDraftModel | PeftModel) -> None:
+    """The draft in the folder `checkpoint` must have the options of `draft`, which goes on from it. Sharded checkpoints don't say theirs.
+
+    Raises:
+        ValueError: it hasn't; the message has the names and both values.
+    """
+    ours, theirs = _options(draft), _saved_options(Path(checkpoint))
+    # Of an adapter and a whole draft that alone is told.
+    names = ours.keys() & theirs.keys() or {"lora_rank"} if theirs else ()
+    different = [f"{name} {theirs.get(name)!r} there, {ours.get(name)!r} now" for name in sorted(names) if theirs.get(name) != ours.get(name)]
+    if different:
+        raise ValueError(
+            f"resume_from_checkpoint: {checkpoint} is of a draft with other options: {'; '.join(different)}; set them as they were, or train anew "
+            "in another output_dir"
+        )
+
+
+def _options(draft: DSparkDraftModel | PeftModel) -> dict:
+    if isinstance(draft, PeftModel):
+        config = draft.active_peft_config
+        return {"lora_rank": config.r, "lora_alpha": config.lora_alpha, "lora_target_modules": sorted(config.target_modules)}
+    return _shape(draft.config)
+
+
+def _saved_options(folder: Path) -> dict:
+    if (folder / "adapter_config.json").exists():
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        return {"lora_rank": config["r"], "lora_alpha": config["lora_alpha"], "lora_target_modules": sorted(config["target_modules"])}
+    if (folder / "config.json").exists():
+        return _shape(DSparkConfig.from_dict(json.loads((folder / "config.json").read_text(encoding="utf-8"))))
+    return {}
+
+
+def _shape(config: DSparkConfig) -> dict:
+    values = config.to_dict()  # leaves out what an absent head would be
+    return {_OPTION_NAMES.get(name, name): values.get(name) for name in _SHAPE}
 
 
 def is_whole(folder: str | Path) -> bool:

@@ -60,6 +60,12 @@ class Sampling:
             return row < int(self.greedy_share * self.num_rows)
         return int((row + 1) * self.greedy_share) > int(row * self.greedy_share)
 
+    def row_options(self, row: int, turn: int) -> dict:
+        """generate()'s options for the answer `turn` in row `row`, with its `seed`; greedy decoding gets none of sampling's."""
+        if not self.is_greedy(row):
+            return {**self.options, "seed": self.row_seed(row, turn)}
+        return {**{name: value for name, value in self.options.items() if name not in (*_LAW, "min_p")}, "do_sample": False}
+
     def row_seed(self, row: int, turn: int) -> int:
         """Below 2**63, of the answer `turn` in row `row`."""
         if self.num_rows is not None:

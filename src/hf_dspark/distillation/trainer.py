@@ -12,13 +12,14 @@ from hf_dspark.distillation.arguments import DistillationArguments
 from hf_dspark.distillation.blocks import Blocks, block_hidden_states, make_blocks
 from hf_dspark.distillation.clock import TrainingClock
 from hf_dspark.distillation.collator import BlockCollator, pack_rows
-from hf_dspark.distillation.evaluation import accepted_length, decodes, random_state_kept, slot_metrics, slot_sums
+from hf_dspark.distillation.divergence import check_finite, diverged, num_non_finite_weights
+from hf_dspark.distillation.evaluation import accepted_length, random_state_kept, slot_metrics, slot_sums
 from hf_dspark.distillation.feature_cache import NumberedRows
 from hf_dspark.distillation.feature_writing import open_feature_cache
 from hf_dspark.distillation.features import TargetFeatures, target_features
 from hf_dspark.distillation.first_batch import check_first_batch, check_optimizer
 from hf_dspark.distillation.losses import LossTerms, Normalisers, dspark_loss, normalisers
-from hf_dspark.distillation.resumption import checkpoint_to_resume, forget_whole
+from hf_dspark.distillation.resumption import check_same_draft, checkpoint_to_resume, forget_whole
 from hf_dspark.distillation.subspace import FoldSubspace
 from hf_dspark.hub import DraftCard, upload_draft, write_draft_card
 from hf_dspark.modeling import DSparkDraftModel
@@ -52,7 +53,7 @@ class DSparkTrainer(Trainer):
 
     Raises:
         ValueError: the draft does not fit the target; in the first batch, no anchor, or features that are not the target's own (see
-            first_batch.py); an optimizer that does not hold just the draft.
+            first_batch.py); an optimizer that does not hold just the draft; a loss or, when a checkpoint is due, a weight that isn't finite.
     """
 
     # The loss is a batch's share of the mean over the step: nothing is left to divide.
@@ -89,12 +90,28 @@ class DSparkTrainer(Trainer):
         self._reset_sums()
 
     def train(self, resume_from_checkpoint=None, **kwargs):
-        """transformers', which goes on from a whole checkpoint alone (see resumption.py).
+        """transformers', which goes on from a whole checkpoint of the same draft alone (see resumption.py); from the last one there is
+        nothing to go on with, and the draft is that checkpoint's.
 
         Raises:
-            ValueError: there is no checkpoint to resume from, or it is torn.
+            ValueError: there is no checkpoint to resume from, or it is torn or of another draft; the rows fill no batch.
         """
-        return super().train(checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir), **kwargs)
+        checkpoint = checkpoint_to_resume(resume_from_checkpoint, self.args.output_dir)
+        if checkpoint is not None:
+            check_same_draft(checkpoint, self.accelerator.unwrap_model(self.model))
+        result = super().train(checkpoint, **kwargs)
+        if self.state.global_step == 0:
+            raise ValueError(
+                "no step was trained: the rows of a process fill no batch "
+                f"(per_device_train_batch_size={self.args.per_device_train_batch_size}, dataloader_drop_last={self.args.dataloader_drop_last})"
+            )
+        return result
+
+    def _run_epoch(self, *args, **kwargs):
+        if self.state.global_step < self.state.max_steps:
+            return super()._run_epoch(*args, **kwargs)
+        # Of a finished run that is resumed, where transformers would train one more step.
+        self.control.should_training_stop = True
 
     def get_eval_dataloader(self, eval_dataset=None):
         """transformers', whose rows get the same anchors at every evaluation."""
@@ -156,15 +173,15 @@ class DSparkTrainer(Trainer):
         training so far.
 
         Raises:
-            ValueError: the rows have no anchor.
+            ValueError: the rows have no anchor, or a mean isn't finite.
         """
         with self.clock.paused(), random_state_kept():
             self._eval_sums = torch.zeros(len(self._term_names) + 3, device=self.args.device)
             self._slot_sums = torch.zeros((), device=self.args.device)
             output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
             metrics = self._eval_means()
-            if decodes(self):
-                metrics |= accepted_length(self.model, self.target, dataloader.dataset, self.args, self.accelerator)
+            if self.args.eval_prompts:
+                metrics |= accepted_length(self.whole_draft(), self.target, dataloader.dataset, self.args, self.accelerator)
             metrics["train_seconds"] = self.clock.seconds
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in metrics.items()})
         return output
@@ -179,26 +196,39 @@ class DSparkTrainer(Trainer):
         divisors = {"ce": totals.ce, "l1": totals.slots, "tau": totals.anchors, "confidence": totals.slots}
         means = {name: (value / divisors[name].clamp(min=1e-8)).item() for name, value in zip(self._term_names, sums)}
         means["loss"] = weights.ce * means["ce"] + weights.l1 * means["l1"] + weights.confidence * means.get("confidence", 0.0)
+        check_finite(means, self.state.global_step, self.args.learning_rate)
         return means | slot_metrics(self.accelerator.reduce(self._slot_sums, reduction="sum"), "confidence" in means)
 
     def log(self, logs, start_time=None):
-        """Adds the mean of each term over the steps since the last training log, and how many rows had no anchor, if any."""
+        """Adds the mean of each term over the steps since the last training log, and how many rows had no anchor, if any.
+
+        Raises:
+            ValueError: one of the means isn't finite.
+        """
         if "loss" in logs and self._num_steps > 0:
             means = self.accelerator.reduce(self._train_sums, reduction="sum") / self._num_steps
             logs.update(zip(self._term_names, means.tolist()))
+            check_finite({name: logs[name] for name in ("loss", *self._term_names)}, self.state.global_step, self.args.learning_rate)
             if self._num_empty > 0:
                 logs["empty_samples"] = int(self._num_empty)
             self._reset_sums()
         super().log(logs, start_time)
 
     def whole_draft(self) -> DSparkDraftModel:
-        """The draft with all its weights: itself, or where FSDP spreads them over processes a copy. All processes must call it."""
+        """The draft with all its weights, on its device: itself, or where FSDP spreads them a copy on each process. All must call it."""
         draft = self.accelerator.unwrap_model(self.model)
         if not self.is_fsdp_enabled:
             return draft
-        whole = DSparkDraftModel(copy.deepcopy(draft.config))
+        with self.args.device:
+            whole = DSparkDraftModel(copy.deepcopy(draft.config))
         whole.load_state_dict({name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in draft.state_dict().items()})
         return whole.bind(self.target)
+
+    def check_weights(self) -> None:
+        """Raises ValueError where a weight of the draft isn't finite. All processes must call it."""
+        num_wrong = int(self.accelerator.reduce(num_non_finite_weights(self.model), reduction="sum"))
+        if num_wrong:
+            raise diverged(f"{num_wrong} of the draft's weights are nan or infinite", self.state.global_step, self.args.learning_rate)
 
     def create_optimizer(self, model=None):
         """transformers' optimizer, checked to hold the draft's trainable parameters and nothing else."""
@@ -267,6 +297,7 @@ class DSparkTrainer(Trainer):
         return torch.stack([values[name] for name in self._term_names])
 
     def _save_checkpoint(self, model, trial):
+        self.check_weights()
         if self.args.should_save:
             forget_whole(Path(self._get_output_dir(trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
         super()._save_checkpoint(model, trial)

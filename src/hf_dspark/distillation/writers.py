@@ -43,7 +43,7 @@ class TargetWriter:
         """Yields the dialogues as they are finished, with the error that ended one, or None. After Ctrl-C it ends early."""
         prompts = _Prompts(self, dialogues)
         options = dict(max_concurrency=self.args.batch_size, max_new_tokens=self.args.new_tokens, ordered=False, show_progress=False)
-        for completion in generate_many(self.target, self.draft, prompts, **options, **self.sampling.options):
+        for completion in generate_many(self.target, self.draft, prompts, **options):
             dialogue, error = prompts.asked.pop(completion.index), completion.error
             if error is None:
                 try:
@@ -70,10 +70,7 @@ class TargetWriter:
                 dialogue.is_over = True
                 return None
             raise ValueError(f"the prompt has {len(ids)} tokens, the target's context holds {self.context}")
-        request = {"input_ids": ids, "max_new_tokens": budget}
-        if self.sampling.is_greedy(dialogue.row):
-            return {**request, "do_sample": False}
-        return {**request, "seed": self.sampling.row_seed(dialogue.row, dialogue.turn)}
+        return {"input_ids": ids, "max_new_tokens": budget, **self.sampling.row_options(dialogue.row, dialogue.turn)}
 
     def _prompt_ids(self, dialogue: Dialogue) -> list[int]:
         messages = dialogue.asked_messages()

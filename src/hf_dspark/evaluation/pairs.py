@@ -2,6 +2,7 @@
 
 import json
 import sysconfig
+import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 import hf_dspark.pair
 from hf_dspark.modeling import DSparkDraftModel
 
-__all__ = ["DEFAULT_PROMPTS", "Pair", "bundled_pair", "encode", "held_out_texts", "load_pair", "read_prompts"]
+__all__ = ["DEFAULT_PROMPTS", "Pair", "bundled_pair", "encode", "errors_named", "held_out_texts", "load_pair", "read_prompts", "usable_device"]
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 # For checks of pairs of any kind when the user brings no prompts.
@@ -77,30 +78,63 @@ def load_pair(draft: str | None = None, target: str | None = None, dtype: str = 
     for name, value in (("--draft", draft), ("--target", target)):
         if value is not None and (Path(value).is_absolute() or value.startswith(".")) and not Path(value).is_dir():
             raise FileNotFoundError(f"{name} {value}: there is no such folder")
-    device = _usable(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = usable_device(device)
     with _without_loading_bars():
-        draft_model, named_target = _load_draft(draft, dtype)
+        draft_model, named_target = _load_draft(draft, dtype, target)
+        option = "--target" if target else f"the target that {draft} names (base_model_name_or_path; --target replaces it)"
         target = target or named_target
-        if not target:
-            raise ValueError(f"{draft} does not name the target it was trained for (base_model_name_or_path of its config); name it with --target")
-        target_model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
-        tokenizer = AutoTokenizer.from_pretrained(target)
+        with errors_named(option, target):
+            target_model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
+            tokenizer = AutoTokenizer.from_pretrained(target)
     target_model.to(device).eval()
     draft_model.to(device).eval().bind(target_model)
     return Pair(target_model, draft_model, tokenizer, str(target), str(draft))
 
 
-def _load_draft(name: str, dtype: str) -> tuple[DSparkDraftModel, str | None]:
-    """A draft, or that which an adapter was trained over with the adapter merged into it; and the target that its config names."""
+def _load_draft(name: str, dtype: str, target: str | None) -> tuple[DSparkDraftModel, str | None]:
+    """A draft, or that which an adapter was trained over with the adapter merged into it; and the target that its config names.
+
+    Raises:
+        ValueError: the target is neither given nor named, or an adapter's.
+    """
     if find_adapter_config_file(name) is None:
-        draft = DSparkDraftModel.from_pretrained(name, dtype=dtype)
-        return draft, draft.config.base_model_name_or_path
+        with errors_named("--draft", name):
+            draft = DSparkDraftModel.from_pretrained(name, dtype=dtype)
+        named = draft.config.base_model_name_or_path
+        if not target and not named:
+            raise ValueError(f"{name} does not name the target it was trained for (base_model_name_or_path of its config); name it with --target")
+        return draft, named
     base = PeftConfig.from_pretrained(name).base_model_name_or_path
     if not base:
         raise ValueError(f"{name} holds an adapter that does not name the draft it was trained over (base_model_name_or_path)")
-    adapted = PeftModel.from_pretrained(DSparkDraftModel.from_pretrained(base, dtype="float32"), name)
-    # The draft's own target need not be the adapter's.
+    with errors_named(f"the draft that the adapter {name} was trained over (base_model_name_or_path in its adapter_config.json)", base):
+        draft = DSparkDraftModel.from_pretrained(base, dtype="float32")
+    if not target:
+        # The draft's own target need not be the adapter's.
+        own = draft.config.base_model_name_or_path
+        of_draft = f", which may be a fine-tune of {own}, the one of its draft {base}" if own else ""
+        raise ValueError(f"{name} holds an adapter that does not name the target it was trained for{of_draft}; name it with --target")
+    with warnings.catch_warnings():
+        # PEFT asks by the name that transformers is about to drop.
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        adapted = PeftModel.from_pretrained(draft, name)
     return adapted.merge_and_unload().to(torch.float32 if dtype == "auto" else getattr(torch, dtype)), None
+
+
+@contextmanager
+def errors_named(option: str, name: str):
+    """What transformers says of a model that isn't there gets the `option` that asked for it and the `name` that was looked for.
+
+    Raises:
+        FileNotFoundError: in place of transformers' OSError, unless `name` is a folder here, of which transformers says what it lacks.
+    """
+    try:
+        yield
+    except OSError as error:
+        if Path(name).is_dir():
+            raise
+        cause = str(error).strip().splitlines()[0]
+        raise FileNotFoundError(f"{option}: {name!r} is no folder here, and the Hub does not give it ({cause})") from error
 
 
 def encode(pair: Pair, text: str, raw: bool = False) -> torch.Tensor:
@@ -178,7 +212,13 @@ def held_out_texts(target_folder: str, num_texts: int) -> list[str]:
     return texts[:num_texts]
 
 
-def _usable(device: str) -> torch.device:
+def usable_device(device: str | None) -> torch.device:
+    """The device of that name; None: the first GPU where there is one, else the CPU.
+
+    Raises:
+        ValueError: it can't be used here.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError) as error:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import shlex
 from dataclasses import dataclass
 from importlib.resources import files
@@ -22,7 +23,8 @@ _FIGURES = ("completions", "tokens_per_round", "conditional_acceptance")
 _VARIED = ("repeated_8gram_share", "tokens_per_round_below_30_percent_repeated", "completions_below_30_percent_repeated")
 # Options of a training that a reader of the card looks for; training_args.json has all.
 _TRAINING_OPTIONS = (
-    *("max_length", "packing", "num_anchors", "init_draft", "warm_start", "ce_weight", "l1_weight", "confidence_weight", "decay_gamma"),
+    *("max_length", "packing", "num_anchors", "init_draft", "warm_start", "lora_rank", "lora_alpha", "ce_weight", "l1_weight"),
+    *("confidence_weight", "decay_gamma", "features", "features_dtype", "features_rank", "cache_budget"),
     *("learning_rate", "lr_scheduler_type", "warmup_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16", "seed"),
 )
 _REPORTED = {
@@ -134,6 +136,7 @@ def _render(wrapped: DSparkDraftModel | PeftModel, card: DraftCard) -> str:
         engines=[(name, obstacles, engine_command(name, base or "TARGET", card.repo_id or "DRAFT", config)) for name, obstacles in engines.items()],
         engine_notes=_engine_notes(engines, target),
         acceptance=None if card.evaluation is None else _acceptance(config, card),
+        decoded=_decoded_in_training(card),
         data=_data(card, config.to_dict().get("training_data") or {}),
         training=_training(card),
         shape=_shape(config, card),
@@ -202,6 +205,22 @@ def _acceptance(config: DSparkConfig, card: DraftCard) -> dict:
     }
 
 
+def _decoded_in_training(card: DraftCard) -> dict | None:
+    """What the training's last evaluation decoded; None: nothing."""
+    names = {"": "greedy", "sampled_": f"temperature {card.arguments.get('eval_temperature') or 1:g}" if card.arguments else "sampled"}
+    rows = []
+    for way, decoding in names.items():
+        tau, share = (card.report.get(f"eval_{way}{name}") for name in ("tokens_per_round", "repeated_8gram_share"))
+        if tau is not None and math.isfinite(tau):
+            rows.append({"decoding": decoding, "tau": _figure(tau), "repeated": "-" if share is None else f"{100 * share:.1f} %"})
+    if not rows:
+        return None
+    most = [card.arguments[name] for name in ("eval_prompts", "num_held_out", "max_eval_rows") if name in card.arguments]
+    prompts = f"up to {min(most)} held-out prompts" if most else "held-out prompts"
+    length = f", up to {card.arguments['eval_new_tokens']} new tokens each" if "eval_new_tokens" in card.arguments else ""
+    return {"rows": rows, "where": prompts + length}
+
+
 def _acceptance_row(decoding: str, summary: dict) -> dict:
     varied = None
     if all(name in summary for name in _VARIED):
@@ -242,8 +261,13 @@ def _data_name(name: str) -> str:
 
 def _training(card: DraftCard) -> list[tuple[str, str]]:
     rows = [(words, _figure(card.report[name])) for name, words in _REPORTED.items() if card.report.get(name) is not None]
+    arguments = dict(card.arguments)
+    if arguments.get("features") != "cached":
+        arguments = {name: value for name, value in arguments.items() if not name.startswith("features")}
+    if arguments.get("lora_rank") and arguments.get("lora_alpha") is None:
+        arguments["lora_alpha"] = 2 * arguments["lora_rank"]
     for name in _TRAINING_OPTIONS:
-        value = card.arguments.get(name)
+        value = arguments.get(name)
         if value is not None and value is not False:
             rows.append((f"`{name}`", f"`{Path(value).name if name == 'init_draft' and not is_hub_id(value) else value}`"))
     if card.arguments:
