@@ -182,7 +182,7 @@ def test_a_closed_pipe_is_no_error(monkeypatch):
     assert main(["generate", "--prompt", "x"]) == 0
 
 
-SMOKE = ["--max_steps", "2", "--save_strategy", "no", "--eval_strategy", "no", "--disable_tqdm", "true", "--report_to", "none"]
+SMOKE = ["--max_steps", "10", "--save_strategy", "no", "--eval_strategy", "no", "--disable_tqdm", "true", "--report_to", "none"]
 
 
 def test_pretrain_distill_generate_in_smoke_form(tmp_path, monkeypatch, capsys):
