@@ -28,6 +28,9 @@ def test_the_targets_own_law_and_what_replaces_it():
 def test_an_option_without_effect_is_refused():
     with pytest.raises(ValueError, match=r"top_p=0\.9 has no effect on greedy decoding; set a temperature above 0"):
         sampling(GenerationConfig(), top_p=0.9)
+    with pytest.raises(ValueError, match=r"greedy_share=0\.5: this target writes all rows greedily; set a temperature above 0"):
+        sampling(GenerationConfig(), greedy_share=0.5)
+    assert sampling(GenerationConfig(), greedy_share=1.0).is_greedy(0)
 
 
 def test_which_rows_are_greedy():

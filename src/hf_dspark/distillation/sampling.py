@@ -32,7 +32,7 @@ class Sampling:
         do_sample in the config the target is greedy. Text of 'stdlib' is sampled from the whole law by default.
 
         Raises:
-            ValueError: top_k or top_p is set, but the target writes greedily.
+            ValueError: top_k, top_p or a greedy_share is set, but the target writes greedily.
         """
         if args.dataset == "stdlib":
             options = {"do_sample": True, **_LAW}
@@ -47,6 +47,8 @@ class Sampling:
             for name in ("top_k", "top_p"):
                 if name in given:
                     raise ValueError(f"{name}={given[name]} has no effect on greedy decoding; set a temperature above 0")
+            if 0 < args.greedy_share < 1 and args.dataset != "stdlib":
+                raise ValueError(f"greedy_share={args.greedy_share}: this target writes all rows greedily; set a temperature above 0 for the others")
             options = {name: value for name, value in options.items() if name not in (*_LAW, "min_p")}
         else:
             options |= given
