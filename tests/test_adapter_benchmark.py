@@ -1,23 +1,17 @@
 """benchmarks/adapter.py in its smallest form, on a tiny pair and a small package."""
 
-import importlib.util
 import itertools
 import json
 import math
-from pathlib import Path
 
 import pytest
+from benchmark_scripts import load_script
 from evaluation.tiny_pair import save_pair
-
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "adapter.py"
 
 
 @pytest.fixture(scope="module")
 def adapter():
-    specification = importlib.util.spec_from_file_location("adapter", SCRIPT)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    return load_script("adapter")
 
 
 def test_the_script_runs_and_goes_on_from_what_is_there(adapter, tmp_path, capsys, monkeypatch):

@@ -1,7 +1,6 @@
 """benchmarks/decode.py on a tiny pair."""
 
 import contextlib
-import importlib.util
 import io
 import json
 import subprocess
@@ -9,20 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmark_scripts import FOLDER, load_script
 from evaluation.tiny_pair import save_pair
 
 from hf_dspark.evaluation.benchmarks import DRAFTED, OWN_LOOP, PLAIN, PROMPT_LOOKUP
 from hf_dspark.generation.report import GenerationReport, RequestRecord, RoundRecord
 
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "decode.py"
+SCRIPT = FOLDER / "decode.py"
 
 
 @pytest.fixture(scope="module")
 def decode():
-    specification = importlib.util.spec_from_file_location("decode", SCRIPT)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    return load_script("decode")
 
 
 def test_the_script_runs_and_writes_its_figures(decode, tmp_path, capsys):

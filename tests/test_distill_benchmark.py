@@ -1,23 +1,18 @@
 """benchmarks/distill.py on a tiny target."""
 
-import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from benchmark_scripts import load_script
 from evaluation.tiny_pair import TEXTS, save_pair
 from transformers import TrainerState
-
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "distill.py"
 
 
 @pytest.fixture(scope="module")
 def benchmark():
-    specification = importlib.util.spec_from_file_location("distill_benchmark", SCRIPT)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    return load_script("distill")
 
 
 @pytest.fixture

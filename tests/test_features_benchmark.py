@@ -1,21 +1,15 @@
 """benchmarks/features.py on a tiny target."""
 
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
+from benchmark_scripts import load_script
 from evaluation.tiny_pair import TEXTS, save_pair
-
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "features.py"
 
 
 @pytest.fixture(scope="module")
 def features():
-    specification = importlib.util.spec_from_file_location("features", SCRIPT)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    return load_script("features")
 
 
 def test_the_script_trains_from_every_mode_and_writes_its_figures(features, tmp_path, monkeypatch, capsys):

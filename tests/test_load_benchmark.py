@@ -1,32 +1,26 @@
 """benchmarks/load.py on a tiny pair."""
 
-import importlib.util
 import json
 import runpy
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from benchmark_scripts import FOLDER, load_script
 from evaluation.tiny_pair import save_pair
 from oracle import tiny_target
 
 from hf_dspark.evaluation.benchmarks import CONTINUOUS, OWN_LOOP, PLAIN
 from hf_dspark.generation.report import GenerationReport, RequestRecord, RoundRecord
 
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "load.py"
+SCRIPT = FOLDER / "load.py"
 DRAFTED = {length: f"our loop, {length}-token drafts" for length in (1, 3, 4)}
 QUICK = ["--device", "cpu", "--runs", "1", "--concurrency", "3", "--max-new-tokens", "8"]
 
 
 @pytest.fixture(scope="module")
 def load():
-    specification = importlib.util.spec_from_file_location("load", SCRIPT)
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["load"] = module  # its dataclasses look themselves up
-    specification.loader.exec_module(module)
-    yield module
-    del sys.modules["load"]
+    return load_script("load")
 
 
 @pytest.fixture(scope="module")

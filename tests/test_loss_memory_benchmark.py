@@ -1,7 +1,6 @@
 """benchmarks/loss_memory.py at a tiny vocabulary."""
 
 import contextlib
-import importlib.util
 import io
 import json
 import subprocess
@@ -9,17 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmark_scripts import load_script
 
-SCRIPT = Path(__file__).resolve().parents[1] / "benchmarks" / "loss_memory.py"
 SMALL = ["--vocab-size", "50", "--block-size", "3", "--hidden-size", "8", "--rank", "4", "--compared", "5", "--many", "9", "--threads", "1"]
 
 
 @pytest.fixture(scope="module")
 def loss_memory():
-    specification = importlib.util.spec_from_file_location("loss_memory", SCRIPT)
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
+    return load_script("loss_memory")
 
 
 def test_both_losses_have_the_same_gradients(loss_memory):

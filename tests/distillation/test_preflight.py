@@ -14,9 +14,9 @@ from hf_dspark.distillation.preflight import (
     check_held_out,
     check_output_dir,
     checked_folders,
-    target_context,
     warn_of_ignored_options,
 )
+from hf_dspark.generation.context_limits import ContextLimits
 
 
 def test_the_folder_of_the_target_or_of_the_initial_draft_is_not_written_to(folder, monkeypatch):  # noqa: F811
@@ -80,7 +80,7 @@ def test_evaluations_need_rows(folder, options):  # noqa: F811
 
 def test_rows_and_prompts_stay_in_the_context(folder):  # noqa: F811
     target = tiny_target(vocab_size=280, max_position_embeddings=64)
-    assert target_context(target) == 64
+    assert ContextLimits.of(target.config).context == 64
     check_context(arguments(folder, max_length=64, eval_prompts=1, eval_new_tokens=63), target)
     with pytest.raises(ValueError, match=r"max_length=65 is beyond the context of .*target, 64 tokens; set it to 64 or less"):
         check_context(arguments(folder, max_length=65), target)

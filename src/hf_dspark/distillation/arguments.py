@@ -129,7 +129,7 @@ class DistillationArguments(TrainingArguments):
     warmup_steps: float = field(default=0.04, metadata={"help": "Steps of linear warm-up; below 1: a share of all steps."})
     remove_unused_columns: bool = field(default=False, metadata={"help": "Must stay False: the trainer, not the draft's forward, reads the columns."})
     prediction_loss_only: bool = field(default=True, metadata={"help": "Evaluations report losses and tau and keep no logits."})
-    # The heads run outside the wrapped forward, where DDP's search would take their parameters for unused.
+    # Every parameter takes part in every loss, so a search for unused ones would only cost time.
     ddp_find_unused_parameters: bool | None = field(default=False, metadata={"help": "Passed to DistributedDataParallel."})
     # The Trainer's own default writes 0 in place of a loss that is nan.
     logging_nan_inf_filter: bool = field(default=False, metadata={"help": "Whether logs leave out losses that are nan or infinite."})

@@ -14,13 +14,14 @@ from hf_dspark.distillation.data import load_rows
 from hf_dspark.distillation.divergence import num_non_finite_weights
 from hf_dspark.distillation.evaluation import eval_prompts
 from hf_dspark.distillation.features import weights_fingerprint
-from hf_dspark.distillation.preflight import check_context, check_held_out, checked_folders, target_context, warn_of_ignored_options
+from hf_dspark.distillation.preflight import check_context, check_held_out, checked_folders, warn_of_ignored_options
 from hf_dspark.distillation.provenance import take_provenance, training_data
 from hf_dspark.distillation.resumption import check_same_draft
 from hf_dspark.distillation.summary import evaluations, plot_history, summary_table
 from hf_dspark.distillation.trainer import DSparkTrainer
 from hf_dspark.evaluation.output import write_json
 from hf_dspark.evaluation.pairs import errors_named
+from hf_dspark.generation.context_limits import ContextLimits
 from hf_dspark.hub import DraftCard, upload_draft, write_draft_card
 from hf_dspark.modeling import DSparkConfig, DSparkDraftModel
 from hf_dspark.modeling.target_tables import check_fit
@@ -53,10 +54,12 @@ def distill(args: DistillationArguments) -> Path:
         check_same_draft(checkpoint, draft)
     train_rows, eval_rows = load_rows(args, tokenizer, target.config.get_text_config().vocab_size)
     if eval_rows is not None and args.eval_prompts:
-        eval_prompts(eval_rows, args, target_context(target))  # raises where none fits
+        eval_prompts(eval_rows, args, ContextLimits.of(target.config).context)  # raises where none fits
     train_rows, sources = take_provenance(train_rows)
     revision = getattr(target.config, "_commit_hash", None)
-    data_facts = training_data(sources, args, tokenizer, revision, weights_fingerprint(target, rounded=True))
+    # Only rows that say who wrote them are compared with the target.
+    weights = weights_fingerprint(target, rounded=True) if sources else None
+    data_facts = training_data(sources, args, tokenizer, revision, weights)
     if args.process_index == 0:
         print(show_sample(next(iter(train_rows)), tokenizer))
     if args.init_draft is None and args.draft_vocab_size is not None:

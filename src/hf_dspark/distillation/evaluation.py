@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from hf_dspark.evaluation.acceptance import REPEATED_NGRAM
 from hf_dspark.evaluation.benchmarks import fixed_draft_length, repeated_ngram_share
+from hf_dspark.generation.context_limits import ContextLimits
 from hf_dspark.generation.hook import as_draft
 from hf_dspark.generation.queue import generate_many
 from hf_dspark.generation.report import record_generation
@@ -158,7 +159,7 @@ def accepted_length(draft, target: PreTrainedModel, rows, args: TrainingArgument
         Exception: what ended a request, or made the draft fail.
     """
     draft = as_draft(draft)
-    prompts = eval_prompts(rows, args, getattr(target.config.get_text_config(), "max_position_embeddings", None))
+    prompts = eval_prompts(rows, args, ContextLimits.of(target.config).context)
     ways = {"": {"do_sample": False}}
     if args.eval_temperature is not None:
         ways["sampled_"] = dict(do_sample=True, temperature=args.eval_temperature, top_k=0, top_p=1.0)

@@ -7,7 +7,6 @@ one's, and, where features are kept in a subspace, `subspace.safetensors`. Every
 import errno
 import hashlib
 import json
-import os
 import shutil
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -29,6 +28,7 @@ from hf_dspark.distillation.feature_coding import FeatureCoding, bytes_per_token
 from hf_dspark.distillation.feature_options import readable_bytes, size_in_bytes
 from hf_dspark.distillation.features import TargetFeatures, config_fingerprint, weights_fingerprint
 from hf_dspark.distillation.subspace import Subspace, find_subspace
+from hf_dspark.evaluation.output import write_whole
 
 __all__ = ["open_feature_cache"]
 
@@ -214,9 +214,9 @@ def _subspace(folder: Path, rows: Sequence[dict], lengths: list[int], rank: int 
 def _write_index(folder: Path, fingerprint: dict, subspace: Subspace | None) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if subspace is not None and not (folder / "subspace.safetensors").exists():
-        _write_file(folder / "subspace.safetensors", save({name: tensor.contiguous() for name, tensor in asdict(subspace).items()}))
+        write_whole(folder / "subspace.safetensors", [save({name: tensor.contiguous() for name, tensor in asdict(subspace).items()})])
     if not (folder / "index.json").exists():
-        _write_file(folder / "index.json", json.dumps({"fingerprint": fingerprint}, indent=1).encode())
+        write_whole(folder / "index.json", [json.dumps({"fingerprint": fingerprint}, indent=1).encode()])
 
 
 def _write_missing(cache: FeatureCache, rows: Sequence[dict], key: str, compute: Compute, args: DistillationArguments, shape: tuple) -> None:
@@ -227,7 +227,7 @@ def _write_missing(cache: FeatureCache, rows: Sequence[dict], key: str, compute:
         for shard in missing:
             content = _shard_content(shard, rows, key, compute, cache.coding, args.per_device_train_batch_size, shape, bar)
             try:
-                _write_file(shard.path, content)
+                write_whole(shard.path, [content])
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
@@ -253,16 +253,3 @@ def _shard_content(shard: Shard, rows, key: str, compute: Compute, coding: Featu
                 tensors[name][offsets[i] : offsets[i + 1]] = values[place, : shard.lengths[i]]
         bar.update(len(group))
     return save({**tensors, "row_hashes": torch.tensor(shard.hashes)}, metadata={"key": key})
-
-
-def _write_file(path: Path, content: bytes) -> None:
-    """Puts `content` at `path`, whole or not at all, also where the power fails."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -8,22 +8,14 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from hf_dspark.distillation.arguments import DistillationArguments
-from hf_dspark.distillation.resumption import checkpoint_to_resume, whole_checkpoints
+from hf_dspark.distillation.resumption import SHAPE_OPTIONS, checkpoint_to_resume, whole_checkpoints
+from hf_dspark.generation.context_limits import ContextLimits
 from hf_dspark.modeling import DSparkConfig
 from hf_dspark.modeling.checkpoints import unsupported_format
 
-__all__ = ["check_context", "check_held_out", "check_output_dir", "checked_folders", "target_context", "warn_of_ignored_options"]
+__all__ = ["check_context", "check_held_out", "check_output_dir", "checked_folders", "warn_of_ignored_options"]
 
 logger = logging.getLogger(__name__)
-
-# Options that shape a new draft, with their names in its config.
-_SHAPE = {"num_draft_layers": "num_hidden_layers"} | {
-    name: name
-    for name in (
-        *("block_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "target_layer_ids", "markov_rank"),
-        *("markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "mask_token_id", "draft_vocab_size"),
-    )
-}
 
 
 def checked_folders(args: DistillationArguments) -> str | None:
@@ -94,14 +86,9 @@ def check_held_out(args: DistillationArguments) -> None:
         )
 
 
-def target_context(target: PreTrainedModel) -> int | None:
-    """Tokens of `target`'s context; None: it has no bound."""
-    return getattr(target.config.get_text_config(), "max_position_embeddings", None)
-
-
 def check_context(args: DistillationArguments, target: PreTrainedModel) -> None:
     """Raises ValueError where rows, or decoded prompts, are longer than `target`'s context."""
-    context = target_context(target)
+    context = ContextLimits.of(target.config).context
     if context is None:
         return
     if args.max_length > context:
@@ -118,7 +105,7 @@ def warn_of_ignored_options(args: DistillationArguments, config: DSparkConfig) -
     defaults = {option.name: option.default for option in fields(args)}
     ignored = [
         f"{name}={getattr(args, name)!r} (the draft's: {getattr(config, own)!r})"
-        for name, own in _SHAPE.items()
+        for name, own in SHAPE_OPTIONS.items()
         if getattr(args, name) not in (defaults[name], getattr(config, own))
     ]
     if ignored:

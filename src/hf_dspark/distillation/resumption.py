@@ -8,19 +8,22 @@ from peft import PeftModel
 
 from hf_dspark.modeling import DSparkConfig, DSparkDraftModel
 
-__all__ = ["check_same_draft", "checkpoint_to_resume", "forget_whole", "is_whole", "whole_checkpoints"]
+__all__ = ["SHAPE_OPTIONS", "check_same_draft", "checkpoint_to_resume", "forget_whole", "is_whole", "whole_checkpoints"]
 
 logger = logging.getLogger(__name__)
 
 # The Trainer writes it last.
 _STATE_FILE = "trainer_state.json"
-# What a draft's weights follow from, by the names of the config; the options' names where they differ.
-_SHAPE = (
-    *("block_size", "num_hidden_layers", "target_layer_ids", "markov_rank", "markov_head_type", "enable_confidence_head"),
-    *("confidence_head_with_markov", "draft_vocab_size", "mask_token_id", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
-    *("head_dim", "hidden_size", "vocab_size", "num_target_layers"),
-)
-_OPTION_NAMES = {"num_hidden_layers": "num_draft_layers"}
+# Options that shape a draft, with their names in its config.
+SHAPE_OPTIONS = {"num_draft_layers": "num_hidden_layers"} | {
+    name: name
+    for name in (
+        *("block_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "target_layer_ids", "markov_rank"),
+        *("markov_head_type", "enable_confidence_head", "confidence_head_with_markov", "mask_token_id", "draft_vocab_size"),
+    )
+}
+# What else a draft's weights follow from: the target.
+_TARGET_SHAPE = ("hidden_size", "vocab_size", "num_target_layers")
 
 
 def checkpoint_to_resume(resume_from_checkpoint: str | bool | None, output_dir: str) -> str | None:
@@ -91,7 +94,7 @@ def _saved_options(folder: Path) -> dict:
 
 def _shape(config: DSparkConfig) -> dict:
     values = config.to_dict()  # leaves out what an absent head would be
-    return {_OPTION_NAMES.get(name, name): values.get(name) for name in _SHAPE}
+    return {name: values.get(own) for name, own in (*SHAPE_OPTIONS.items(), *zip(_TARGET_SHAPE, _TARGET_SHAPE))}
 
 
 def is_whole(folder: str | Path) -> bool:

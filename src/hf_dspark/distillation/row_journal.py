@@ -1,10 +1,11 @@
 """The rows of a long run, kept one by one as they come, so that an interrupted run goes on; at the end they become one file."""
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+
+from hf_dspark.evaluation.output import write_whole
 
 __all__ = ["RowJournal"]
 
@@ -86,16 +87,7 @@ class RowJournal:
 
     def finish(self, rows: Iterator[dict]) -> None:
         """Writes `rows` to the output, all of them or none. Where rows have failed the unfinished file stays, for the next try."""
-        whole = self.output.with_name(self.output.name + ".incomplete")
-        try:
-            with whole.open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
-                file.flush()
-                os.fsync(file.fileno())  # before the journal goes
-            os.replace(whole, self.output)
-        except BaseException:
-            whole.unlink(missing_ok=True)
-            raise
+        write_whole(self.output, (json.dumps(row).encode() + b"\n" for row in rows))
         if not self.num_failed:
             self.close()
             self.unfinished.unlink()

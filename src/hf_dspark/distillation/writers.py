@@ -12,6 +12,7 @@ from hf_dspark.distillation.dialogues import Dialogue, judge_answer
 from hf_dspark.distillation.regeneration_arguments import RegenerationArguments
 from hf_dspark.distillation.sampling import Sampling
 from hf_dspark.distillation.server import ChatServer, RequestRefused, ask_all
+from hf_dspark.generation.context_limits import ContextLimits
 from hf_dspark.generation.queue import generate_many
 from hf_dspark.modeling import DSparkDraftModel
 
@@ -37,7 +38,7 @@ class TargetWriter:
         self.target, self.tokenizer, self.chat, self.sampling, self.args, self.draft = target, tokenizer, chat, sampling, args, draft
         stop_ids = target.generation_config.eos_token_id
         self.stop_ids = set(stop_ids if isinstance(stop_ids, list) else [stop_ids])
-        self.context = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+        self.context = ContextLimits.of(target.config).context
 
     def answer_all(self, dialogues: Iterator[Dialogue]) -> Iterator[tuple[Dialogue, Exception | None]]:
         """Yields the dialogues as they are finished, with the error that ended one, or None. After Ctrl-C it ends early."""

@@ -2,12 +2,13 @@
 
 import json
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from transformers.utils import logging
 
-__all__ = ["progress", "table", "write_json"]
+__all__ = ["progress", "table", "write_json", "write_whole"]
 
 
 def progress(items: Sequence, label: str):
@@ -25,6 +26,19 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 def write_json(path: str, values: dict) -> None:
     """Writes `values` to the file at `path`; a nan, which JSON does not know, becomes null."""
     Path(path).write_text(json.dumps(_without_nan(values), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_whole(path: Path, parts: Iterable[bytes]) -> None:
+    """Puts a file of `parts` at `path`, whole or not at all, also where the power fails."""
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _without_nan(value):

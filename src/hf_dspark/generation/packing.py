@@ -10,7 +10,7 @@ import weakref
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from inspect import signature
 
 import torch
@@ -56,7 +56,7 @@ class _Group:
     def __init__(self, pool: KeyValuePool, segments: list[Segment], rows: list[slice], num_rows: int, device: torch.device):
         self.pool = pool
         places = [(segment.place.slot, segment.place.length, own) for segment, own in zip(segments, rows)]
-        self.slot_rows = SlotRows(places, len(pool.held), num_rows, device)
+        self._places, self._num_rows, self._device = places, num_rows, device
         self.fresh = [own for _, length, own in places if length == 0]
         going = sorted((place for place in places if place[1] > 0), key=lambda place: place[0])
         self.longest = max(length + own.stop - own.start for _, length, own in places)
@@ -84,6 +84,11 @@ class _Group:
         self.positions = (torch.tensor(lengths)[:, None] + steps.minimum(last)).to(device)
         self.same_length = self.width == 1 and min(lengths) == max(lengths)
         self.masks: dict[int | None, torch.Tensor | None] = {}
+
+    @cached_property
+    def slot_rows(self) -> SlotRows:
+        """The rows in the order of the slots, for the variable-length kernel alone."""
+        return SlotRows(self._places, len(self.pool.held), self._num_rows, self._device)
 
     def write(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes the group's rows of a forward's (kv_heads, rows, head_dim); returns the pool's whole keys and values of the layer."""
@@ -315,19 +320,22 @@ def _attend(module, query, key, value, attention_mask, scaling=None, dropout=0.0
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise ValueError(f"the attention of {type(module).__name__} is not causal")
     step.windows[module.layer_idx] = sliding_window
-    query_rows = query[0].transpose(0, 1)
-    output = query.new_empty(*query_rows.shape[:2], value.shape[3])  # (rows, heads, head_dim)
+    query_rows, output = query[0].transpose(0, 1), None
     for group in step.groups:
         keys, values = group.write(module.layer_idx, key[0], value[0])
-        if varlen_works(query_rows, keys, values):
-            rows = slice(None) if group.slot_rows.rows is None else group.slot_rows.rows
-            output[rows] = varlen_attention(group.slot_rows, query_rows[rows], keys, values, scaling, sliding_window)
-            continue
         attended = None
-        if group.num_going:
+        if by_kernel := varlen_works(query_rows, keys, values):
+            rows = slice(None) if group.slot_rows.rows is None else group.slot_rows.rows
+            attended = varlen_attention(group.slot_rows, query_rows[rows], keys, values, scaling, sliding_window)
+        elif group.num_going:
             attended = _attend_going(group, query[0], keys, values, scaling, sliding_window)  # (requests, width, heads, head_dim)
             if group.in_order:
                 return attended.flatten(0, 1)[None], None
+        if output is None:
+            output = query.new_empty(*query_rows.shape[:2], value.shape[3])  # (rows, heads, head_dim)
+        if by_kernel:
+            output[rows] = attended
+            continue
         for rows in group.fresh:
             output[rows] = _attend_fresh(query[:, :, rows], key[:, :, rows], value[:, :, rows], scaling, sliding_window)
         if attended is not None:

@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_dspark.generation.batches import unpacked_reason, warn_unpacked
 from hf_dspark.generation.candidates import DSparkCandidateGenerator
+from hf_dspark.generation.context_limits import ContextLimits
 from hf_dspark.generation.decoding import Request, length_limit, step
 from hf_dspark.generation.hook import as_draft, refuse_unsupported, refuse_virtual_tokens
 from hf_dspark.generation.key_values import KeyValueStore
@@ -382,7 +383,7 @@ def _checked_ids(ids, target: PreTrainedModel) -> torch.Tensor:
     ids, config = ids.long(), target.config.get_text_config()  # reductions know few of the integer types
     if ids.min() < 0 or ids.max() >= config.vocab_size:
         raise ValueError(f"token ids must lie below {config.vocab_size}, got {ids.min().item()} to {ids.max().item()}")
-    context = getattr(config, "max_position_embeddings", None)
+    context = ContextLimits.of(config).context
     if context is not None and ids.shape[1] >= context:
         raise ValueError(f"the prompt has {ids.shape[1]} tokens, the context of {type(target).__name__} holds {context}")
     return ids.to(target.device)
