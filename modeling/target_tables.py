@@ -56,16 +56,25 @@ class TargetTables:
         `head`: the draft's own head (reduced vocabulary), used in place of the target's.
         """
         if head is not None:
-            return self._transformed(head(hidden))
+            return self.transformed(head(hidden))
         if self.own_head is not None:
-            return self._transformed(torch.nn.functional.linear(hidden.to(self.own_head), self.own_head))
-        return self._target_logits(hidden)
+            return self.transformed(torch.nn.functional.linear(hidden.to(self.own_head), self.own_head))
+        return self.target_logits(hidden)
 
-    def _target_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    @property
+    def plain_head(self) -> torch.nn.Linear | None:
+        """The target's head where it is an ordinary linear layer at hand, parts of whose weight compute parts of the logits; None: call it."""
+        head = self.target.get_output_embeddings()
+        is_hooked = hasattr(head, "_hf_hook") or head._forward_hooks or head._forward_pre_hooks
+        return head if type(head) is torch.nn.Linear and not is_hooked and not head.weight.is_meta else None
+
+    def target_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`hidden` (rows..., hidden) -> (rows..., vocab) through the target's own head, whatever the draft came with."""
         target = self.target
-        return self._transformed(target.get_output_embeddings()(hidden.to(target.device, target.dtype)))
+        return self.transformed(target.get_output_embeddings()(hidden.to(target.device, target.dtype)))
 
-    def _transformed(self, logits: torch.Tensor) -> torch.Tensor:
+    def transformed(self, logits: torch.Tensor) -> torch.Tensor:
+        """The target's scaling and soft cap, on what its head gives for any of its tokens."""
         if self._divisor is not None:
             logits = logits / self._divisor
         if self._factor is not None:
@@ -81,7 +90,7 @@ class TargetTables:
             ValueError: it does not, so the draft would be trained or run on other logits than the target's; names the difference.
         """
         with torch.no_grad():
-            logits = self._target_logits(last_hidden).float()
+            logits = self.target_logits(last_hidden).float()
         expected = target_logits.to(logits.device).float()
         difference, scale = (logits - expected).abs().max().item(), expected.abs().max().item()
         if not difference <= _tolerance(target_logits.dtype) * max(1.0, scale):

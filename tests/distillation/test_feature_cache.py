@@ -33,9 +33,8 @@ def make_trainer(folder, target=None, rows=None, **options) -> DSparkTrainer:
     values = {"target": "tiny", "output_dir": str(folder / "run"), "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "num_anchors": 4}
     values |= {"max_steps": 3, "per_device_train_batch_size": 4, "logging_steps": 1, "learning_rate": 1e-3, "warmup_steps": 0, "max_length": 40}
     args = DistillationArguments(**{**values, **options})
-    return DSparkTrainer(
-        tiny_draft(target, target_layer_ids=LAYER_IDS), target, args, train_dataset=as_dataset(text_rows()) if rows is None else rows
-    )
+    draft = tiny_draft(target, target_layer_ids=LAYER_IDS, draft_vocab_size=args.draft_vocab_size)
+    return DSparkTrainer(draft, target, args, train_dataset=as_dataset(text_rows()) if rows is None else rows)
 
 
 def cached(folder, dtype: str = "float32", **options) -> dict:
@@ -60,7 +59,9 @@ def gap(found: tuple, expected: tuple) -> float:
     return max(distances)
 
 
-@pytest.mark.parametrize("options", [{}, {"packing": True}, {"gradient_accumulation_steps": 2}, {"dataloader_num_workers": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"packing": True}, {"gradient_accumulation_steps": 2}, {"dataloader_num_workers": 1}, {"draft_vocab_size": 40}], ids=str
+)
 def test_a_training_from_exact_features_is_the_one_online(tmp_path, options):
     expected = trained(make_trainer(tmp_path, **options))
     found = trained(make_trainer(tmp_path, **options, **cached(tmp_path)))
@@ -88,9 +89,10 @@ def test_a_target_in_bfloat16_gets_its_features_back_exactly(tmp_path):
     assert found[0] == expected[0]
 
 
-def test_rows_that_are_not_cached_are_computed_in_the_step(tmp_path):
-    expected = trained(make_trainer(tmp_path))
-    trainer = make_trainer(tmp_path, **cached(tmp_path, cache_budget="40KB"))
+@pytest.mark.parametrize("draft_vocab_size", [None, 40])
+def test_rows_that_are_not_cached_are_computed_in_the_step(tmp_path, draft_vocab_size):
+    expected = trained(make_trainer(tmp_path, draft_vocab_size=draft_vocab_size))
+    trainer = make_trainer(tmp_path, draft_vocab_size=draft_vocab_size, **cached(tmp_path, cache_budget="40KB"))
     assert 2 < trainer.feature_cache.num_rows < 8
     widths = []
     trainer.target.model.register_forward_pre_hook(lambda module, args, kwargs: widths.append(len(kwargs["input_ids"])), with_kwargs=True)
@@ -127,18 +129,25 @@ def test_evaluations_compute_their_features(tmp_path):
     assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("name, index", [("hidden_states", 1), ("last_hidden", 0)])
-def test_a_cache_whose_contents_were_altered_is_found_in_the_first_batch(tmp_path, dtype, name, index):
-    make_trainer(tmp_path, **cached(tmp_path, dtype))
+@pytest.mark.parametrize(
+    "dtype, name, index, place",
+    [
+        *((dtype, "hidden_states", 1, "of chosen layer 1") for dtype in ("float32", "bfloat16", "int8")),
+        *((dtype, "last_hidden", 0, "of the last hidden state") for dtype in ("float32", "bfloat16", "int8")),
+        ("float32", "log_partition", ..., "of the log partition"),
+    ],
+)
+def test_a_cache_whose_contents_were_altered_is_found_in_the_first_batch(tmp_path, dtype, name, index, place):
+    options = cached(tmp_path, dtype, draft_vocab_size=40 if name == "log_partition" else None)
+    make_trainer(tmp_path, **options)
     path = tmp_path / "cache" / "features-00000.safetensors"
     tensors = load_file(path)
     with safe_open(path, framework="pt") as file:
         metadata = file.metadata()
-    tensors[name][:, index] = tensors[name][:, index].roll(1, dims=0)  # each token has its neighbour's
+    altered = tensors[name] if index is ... else tensors[name][:, index]
+    altered.copy_(altered.roll(1, dims=0))  # each token has its neighbour's
     save_file(tensors, path, metadata=metadata)
-    trainer = make_trainer(tmp_path, **cached(tmp_path, dtype))
-    place = "of chosen layer 1" if name == "hidden_states" else "of the last hidden state"
+    trainer = make_trainer(tmp_path, **options)
     with pytest.raises(ValueError, match=f"features_dir='.*cache' is stale or damaged: {place} .* differ .*delete the folder"):
         trainer.train()
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from hf_dspark.distillation.blocks import Blocks, block_hidden_states, eligible_anchors, make_blocks, pad_anchors
 from hf_dspark.distillation.features import target_features
 from hf_dspark.distillation.losses import LossWeights, Normalisers, _law_losses, decay_weights, dspark_loss, expected_tokens_per_round, normalisers
+from hf_dspark.distillation.teacher import TeacherLaw
 from hf_dspark.modeling import DSparkDraftModel
 
 DRAFTS = {
@@ -267,7 +268,9 @@ def test_reduced_vocabulary_counts_the_mass_it_can_not_reach():
         draft.lm_head.weight.zero_()
         target.lm_head.weight.zero_()
     with torch.no_grad():
-        (ce, l1), _ = _law_losses(draft, draft.base_logits(torch.randn(1, 32)), torch.randn(1, 32), torch.tensor([1]))
+        hidden = torch.randn(1, 1, 32)
+        teacher = TeacherLaw(draft, hidden, torch.tensor([0]), torch.tensor([0])).probabilities(slice(0, 1))
+        (ce, l1), _ = _law_losses(draft.base_logits(hidden[0]), teacher, torch.tensor([1]), is_reduced=True)
     assert ce.item() == pytest.approx(math.log(2))
     # Draft 1/2 on two tokens, target 1/64 on each of 64.
     assert l1.item() == pytest.approx(2 * (1 / 2 - 1 / 64) + 62 / 64)

@@ -39,10 +39,13 @@ def test_both_ways_of_decoding_are_summarised(pair):
 def test_a_mean_over_texts_leaves_out_loops_and_texts_without_a_round():
     rounds = [RoundRecord(4, 4, 3), RoundRecord(2, 4, 1), RoundRecord(1, 4, 0)]
     report = GenerationReport([RequestRecord(5, rounds=rounds[:2]), RequestRecord(5, rounds=rounds[2:]), RequestRecord(5)])
-    acceptance = Acceptance(report, tokens_per_round=[3.0, 1.0, math.nan], repeated_shares=[0.5, 0.1, 0.0], new_tokens=[7, 2, 1])
+    acceptance = Acceptance(
+        report, tokens_per_round=[3.0, 1.0, math.nan], repeated_shares=[0.5, 0.1, 0.0], distinct_bigrams=[0.6, 0.9, 0.0], new_tokens=[7, 2, 1]
+    )
     summary = acceptance.summary()
     assert summary["tokens_per_round"] == 2.0 and summary["tokens_per_round_pooled"] == pytest.approx(7 / 3)
     assert summary["tokens_per_round_below_30_percent_repeated"] == 1.0 and summary["completions_below_30_percent_repeated"] == 2
+    assert summary["distinct_bigram_share"] == pytest.approx(0.5)
     assert summary["repeated_8gram_share"] == pytest.approx(0.2) and summary["new_tokens_mean"] == pytest.approx(10 / 3)
     # Decided at position 1: all three rounds, accepted in two; at 2: two, accepted in one; at 3: one, accepted; at 4: one, rejected.
     assert summary["conditional_acceptance"] == pytest.approx([2 / 3, 1 / 2, 1.0, 0.0])

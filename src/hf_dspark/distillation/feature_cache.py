@@ -93,7 +93,8 @@ class FeatureCache:
             return torch.cat([ours, theirs.to(ours.device, ours.dtype)])[order]
 
         states = [merge(*pair) for pair in zip(cached.hidden_states, fresh.hidden_states)]
-        return TargetFeatures(states, merge(cached.last_hidden, fresh.last_hidden), None)
+        partition = None if cached.log_partition is None else merge(cached.log_partition, fresh.log_partition)
+        return TargetFeatures(states, merge(cached.last_hidden, fresh.last_hidden), None, partition)
 
     def read(self, rows: list[int], num_tokens: int, device: torch.device) -> TargetFeatures:
         """Features of the rows of these numbers, padded on the right to `num_tokens`, on `device`; without `last_logits`."""
@@ -111,13 +112,17 @@ class FeatureCache:
 
     def _like_cached(self, fresh: TargetFeatures) -> TargetFeatures:
         """`fresh` features as they are, or in a subspace: the draft is to see nothing outside of it in any row."""
-        return fresh if self.coding.subspace is None else self.coding.decode(self.coding.encode(fresh), self.dtype)
+        if self.coding.subspace is not None:
+            return self.coding.decode(self.coding.encode(fresh), self.dtype)
+        return fresh if self.coding.partition is None else fresh._replace(log_partition=self.coding.partition(fresh.last_hidden))
 
     def _check(self, cached: TargetFeatures, fresh: TargetFeatures, attention_mask: torch.Tensor) -> None:
         """`cached` must be what coding makes of `fresh`, where `attention_mask` (batch, tokens) is set, but for rounding."""
         expected = self.coding.decode(self.coding.encode(fresh), self.dtype)  # (batch, tokens, hidden), each
-        names = [*(f"chosen layer {i}" for i in range(len(cached.hidden_states))), "the last hidden state"]
-        for name, ours, theirs in zip(names, [*cached.hidden_states, cached.last_hidden], [*expected.hidden_states, expected.last_hidden]):
+        names = [*(f"chosen layer {i}" for i in range(len(cached.hidden_states))), "the last hidden state", "the log partition"]
+        pairs = [(found.hidden_states, found.last_hidden, found.log_partition) for found in (cached, expected)]
+        pairs = [[*states, last, *([] if partition is None else [partition[..., None]])] for states, last, partition in pairs]
+        for name, ours, theirs in zip(names, *pairs):
             ours, theirs = ours[attention_mask].float(), theirs.to(ours.device)[attention_mask].float()  # (tokens, hidden)
             difference = ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-12)).mean().item()
             if not difference <= (1e-3 if self.dtype.itemsize >= 4 else 0.1):

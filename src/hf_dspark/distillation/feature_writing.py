@@ -47,11 +47,13 @@ def open_feature_cache(
     layer_ids: list[int],
     compute: Compute,
     chat_template: str | None = None,
+    partition: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> FeatureCache:
     """The cache of `rows` in `args.features_dir`; what is missing of it is written first, by all processes together, each its own shards.
 
     Args:
         compute: features of a list of rows, padded to the longest, in the way that the training would compute them.
+        partition: the log partition (batch, tokens) of last hidden states (batch, tokens, hidden), kept too; None: it isn't needed.
 
     Raises:
         ValueError: the folder holds features of another target, other options or other text; `args.cache_budget` holds no row.
@@ -59,8 +61,8 @@ def open_feature_cache(
     """
     folder, hidden_size = Path(args.features_dir), target.config.get_text_config().hidden_size
     hashes, lengths = [_row_hash(row) for row in rows], [len(row["input_ids"]) for row in rows]
-    fingerprint = _fingerprint(args, target, layer_ids, chat_template, hashes)
-    shape = (hidden_size, len(layer_ids), args.features_dtype, args.features_rank)
+    fingerprint = {**_fingerprint(args, target, layer_ids, chat_template, hashes), "log_partition": partition is not None}
+    shape = (hidden_size, len(layer_ids), args.features_dtype, args.features_rank, partition is not None)
     shards = _within_budget(_plan(folder, lengths, hashes, shape), lengths, args.cache_budget, shape)
     with args.main_process_first(local=False, desc="checking the cached features"):  # the folder is one for all machines
         _check_index(folder, fingerprint)
@@ -70,7 +72,7 @@ def open_feature_cache(
             missing = sum(shard.num_bytes for shard in shards if not shard.is_whole(key))
             _check_disk(folder, missing, sum(shard.num_bytes for shard in shards), subspace)
             _write_index(folder, fingerprint, subspace)
-    coding = FeatureCoding(len(layer_ids), args.features_dtype, subspace)
+    coding = FeatureCoding(len(layer_ids), args.features_dtype, subspace, partition)
     cache = FeatureCache(shards, coding, target.dtype)
     _write_missing(cache, rows, key, compute, args, shape)
     PartialState().wait_for_everyone()

@@ -22,11 +22,13 @@ class TargetFeatures(NamedTuple):
 
     hidden_states: outputs of the chosen layers, each (batch, tokens, hidden). last_hidden: (batch, tokens, hidden), after the
     target's final norm. last_logits: (batch, vocab), the target's own logits at the last position; None: not of a forward just run.
+    log_partition: (batch, tokens) fp32, see `log_partition` in teacher.py; None: not worked out.
     """
 
     hidden_states: list[torch.Tensor]
     last_hidden: torch.Tensor
     last_logits: torch.Tensor | None
+    log_partition: torch.Tensor | None = None
 
 
 @torch.no_grad()

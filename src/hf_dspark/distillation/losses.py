@@ -11,6 +11,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from hf_dspark.distillation.blocks import Blocks
+from hf_dspark.distillation.teacher import TeacherLaw, softmax_
 from hf_dspark.modeling import DSparkDraftModel
 
 __all__ = ["LossTerms", "LossWeights", "Normalisers", "decay_weights", "dspark_loss", "expected_tokens_per_round", "normalisers"]
@@ -81,6 +82,7 @@ def dspark_loss(
     weights: LossWeights,
     chunk_values: int = _CHUNK_VALUES,
     totals: Normalisers | None = None,
+    log_partition: torch.Tensor | None = None,
 ) -> LossTerms:
     """Weighted means over the supervised slots of a batch, or its share of those over several batches.
 
@@ -89,6 +91,7 @@ def dspark_loss(
         last_hidden: (batch, tokens, hidden), the target's after its final norm; its logits at anchor + k teach slot k.
         chunk_values: rows are worked on in chunks of about this many logits.
         totals: the normalisers of all batches that make one step, over accumulation and processes; None: this batch's own.
+        log_partition: (batch, tokens) fp32 of the target's logits at `last_hidden`, read under a reduced vocabulary; None: computed.
 
     Without a supervised slot the loss is 0. The law of a draft with a reduced vocabulary is 0 outside it: L1 is over the target's
     whole vocabulary, CE over the labels that the draft can predict.
@@ -98,14 +101,14 @@ def dspark_loss(
     rows = hidden[mask]  # (rows, hidden)
     previous_ids, labels = blocks.previous_ids[mask], blocks.labels[mask]
     batch_index = torch.arange(mask.shape[0], device=mask.device)[:, None, None].expand_as(mask)
-    teacher = last_hidden[batch_index[mask], blocks.positions[mask]]
+    teacher = TeacherLaw(draft, last_hidden, batch_index[mask], blocks.positions[mask], log_partition)
     inputs = [rows] if draft.markov_head is None else [rows, draft.markov_head.block_features(blocks.previous_ids, hidden)[mask]]
 
     columns = _draft_columns(draft, labels)
     slot_weights = decay_weights(mask.shape[-1], weights.decay_gamma).to(hidden.device).expand_as(mask)[mask]
     # Without any weight there is nothing to divide, and the loss is 0.
     ce_weights, l1_weights = slot_weights * (columns >= 0) / totals.ce.clamp(min=1e-8), slot_weights / totals.slots.clamp(min=1e-8)
-    num_rows = max(1, chunk_values // draft.config.vocab_size)
+    num_rows = max(1, chunk_values // (draft.config.draft_vocab_size or draft.config.vocab_size))
     coefficients = torch.stack([weights.ce * ce_weights, weights.l1 * l1_weights])
     total, ce, l1 = _weighted_losses(draft, inputs, teacher, columns, coefficients, num_rows)
     confidence = slot_confidence = None
@@ -140,7 +143,7 @@ def expected_tokens_per_round(acceptance: torch.Tensor, slot_mask: torch.Tensor,
     return ((1 + survival.sum(dim=-1)) * counted).sum() / num_anchors.clamp(min=1)
 
 
-def _weighted_losses(draft, inputs, teacher, columns, coefficients, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _weighted_losses(draft, inputs, teacher: TeacherLaw, columns, coefficients, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(total, ce, l1): the scalar sum of coefficients * losses, which carries the gradient, and the losses (rows,), which don't.
 
     The gradient of a chunk of `num_rows` rows is taken at once, so that its logits are gone before the next ones are made and
@@ -155,13 +158,13 @@ def _weighted_losses(draft, inputs, teacher, columns, coefficients, num_rows: in
     gradients = [torch.zeros_like(value) for value in (*inputs, *parameters)]
     losses = torch.zeros_like(coefficients)
     # A row's share of a step is less than half precision resolves: gradients are taken of losses that weigh about 1.
-    scale = coefficients.amax().clamp(min=1e-30) if len(teacher) else coefficients.new_ones(())
+    scale = coefficients.amax().clamp(min=1e-30) if len(columns) else coefficients.new_ones(())
     scaled = coefficients / scale
-    for start in range(0, len(teacher), num_rows):
+    for start in range(0, len(columns), num_rows):
         part = slice(start, start + num_rows)
         chunk = [value[part].detach().requires_grad_(training) for value in inputs]
         sums = [*(gradient[part] for gradient in gradients[: len(inputs)]), *gradients[len(inputs) :]]
-        losses[:, part] = _chunk_losses(draft, chunk, parameters, teacher[part], columns[part], scaled[:, part] if training else None, sums)
+        losses[:, part] = _chunk_losses(draft, chunk, parameters, teacher, part, columns[part], scaled[:, part] if training else None, sums)
     total = (coefficients * losses).sum()
     if training:
         # A term of value 0 whose gradient is the one at hand.
@@ -170,14 +173,14 @@ def _weighted_losses(draft, inputs, teacher, columns, coefficients, num_rows: in
     return total, *losses
 
 
-def _chunk_losses(draft, inputs, parameters, teacher, columns, coefficients, gradients) -> torch.Tensor:
+def _chunk_losses(draft, inputs, parameters, teacher: TeacherLaw, part: slice, columns, coefficients, gradients) -> torch.Tensor:
     """(CE and L1 (2, rows) of a chunk); with `coefficients` (2, rows) its gradients are added to those of `inputs` and `parameters`.
 
     A function of its own, at whose end nothing over the vocabulary is left.
     """
     logits, edges = _draft_logits(draft, *inputs)
     with torch.no_grad():
-        losses, gradient = _law_losses(draft, logits, teacher, columns, coefficients)
+        losses, gradient = _law_losses(logits, teacher.probabilities(part), columns, teacher.is_reduced, coefficients)
     del logits  # of the two tensors over the vocabulary, one is left
     if coefficients is not None:
         found = torch.autograd.grad(list(edges), [*inputs, *parameters], [gradient.to(dtype) for dtype in edges.values()])
@@ -199,22 +202,20 @@ def _draft_logits(draft: DSparkDraftModel, hidden: torch.Tensor, features: torch
 
 
 def _law_losses(
-    draft: DSparkDraftModel, logits: torch.Tensor, teacher: torch.Tensor, columns: torch.Tensor, coefficients: torch.Tensor | None = None
+    logits: torch.Tensor, teacher: torch.Tensor, columns: torch.Tensor, is_reduced: bool, coefficients: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(CE and L1 (2, rows), the gradient (rows, vocab) of their sum weighted by `coefficients` (2, rows) for the draft's logits or None).
 
-    `logits` (rows, vocab) fp32, the draft's, are written over: one more tensor of this size is all that is alive at a time. With
-    p = softmax(logits), d CE = p - [label], d L1 = p * (s - p . s), s = sign(p - p_target).
+    `logits`, the draft's, and `teacher`, the target's probabilities of the same tokens, both (rows, vocab) fp32, are written over: nothing
+    else of this size is alive. `is_reduced`: what the teacher's lack to 1 is outside of the draft's vocabulary. With p = softmax(logits),
+    d CE = p - [label], d L1 = p * (s - p . s), s = sign(p - p_target).
     """
     labels = columns.clamp(min=0)[:, None]
     label_logits = logits.gather(-1, labels)
-    ce = (_softmax_(logits) - label_logits)[:, 0]
-    difference = draft.tables.logits(teacher).to(logits.device).float()
-    _softmax_(difference)
-    outside = 0.0
-    if draft.config.draft_vocab_size is not None:
-        difference = difference[:, draft.target_ids(torch.arange(logits.shape[-1], device=logits.device))]
-        outside = 1 - difference.sum(dim=-1)
+    ce = (softmax_(logits) - label_logits)[:, 0]
+    difference = teacher.to(logits.device)
+    # Not below 0, where rounding makes them more than 1.
+    outside = (1 - difference.sum(dim=-1)).clamp(min=0) if is_reduced else 0.0
     torch.sub(logits, difference, out=difference)
     losses = torch.stack([ce, torch.linalg.vector_norm(difference, ord=1, dim=-1) + outside])
     if coefficients is None:
@@ -224,14 +225,6 @@ def _law_losses(
     mean_sign = torch.bmm(logits[:, None], signs[..., None])[:, 0]  # (rows, 1)
     gradient = signs.sub_(mean_sign).mul_(l1_weights).add_(ce_weights).mul_(logits)
     return losses, gradient.scatter_add_(-1, labels, -ce_weights)
-
-
-def _softmax_(logits: torch.Tensor) -> torch.Tensor:
-    """Turns `logits` (rows, vocab) into their softmax, in place; returns the logarithm of the norm, (rows, 1)."""
-    largest = logits.amax(dim=-1, keepdim=True)
-    norm = logits.sub_(largest).exp_().sum(dim=-1, keepdim=True)
-    logits.div_(norm)
-    return largest + norm.log_()
 
 
 def _in_slots(mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """A Trainer whose model is the draft; the target stands beside it and is only asked."""
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from hf_dspark.distillation.first_batch import check_first_batch, check_optimize
 from hf_dspark.distillation.losses import LossTerms, Normalisers, dspark_loss, normalisers
 from hf_dspark.distillation.resumption import check_same_draft, checkpoint_to_resume, forget_whole
 from hf_dspark.distillation.subspace import FoldSubspace
+from hf_dspark.distillation.teacher import log_partition
 from hf_dspark.hub import DraftCard, upload_draft, write_draft_card
 from hf_dspark.modeling import DSparkDraftModel
 
@@ -248,7 +250,7 @@ class DSparkTrainer(Trainer):
 
         def losses(draft: DSparkDraftModel) -> LossTerms:
             hidden = block_hidden_states(draft, features.hidden_states, blocks)
-            return dspark_loss(draft, hidden, features.last_hidden, blocks, self.args.loss_weights, totals=totals)
+            return dspark_loss(draft, hidden, features.last_hidden, blocks, self.args.loss_weights, totals=totals, log_partition=features.log_partition)
 
         return model(within=losses)
 
@@ -263,7 +265,9 @@ class DSparkTrainer(Trainer):
 
         rows, layer_ids = self.train_dataset, self.model.config.target_layer_ids
         self.train_dataset = NumberedRows(rows)
-        self.feature_cache = open_feature_cache(rows, self.args, self.target, layer_ids, compute, chat_template)
+        is_reduced = self.model.config.draft_vocab_size is not None
+        partition = partial(log_partition, self.accelerator.unwrap_model(self.model)) if is_reduced else None
+        self.feature_cache = open_feature_cache(rows, self.args, self.target, layer_ids, compute, chat_template, partition)
         if self.feature_cache.coding.subspace is not None:
             self.add_callback(FoldSubspace(self.model, self.feature_cache.coding.subspace))
 

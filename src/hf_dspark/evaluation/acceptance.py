@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_dspark.evaluation.benchmarks import repeated_ngram_share
+from hf_dspark.evaluation.benchmarks import distinct_ngram_share, repeated_ngram_share
 from hf_dspark.evaluation.output import progress, table
 from hf_dspark.evaluation.pairs import Pair, held_out_texts
 from hf_dspark.evaluation.sampling_law import seeded
@@ -20,7 +20,8 @@ LOOPING_SHARE = 0.3
 
 @dataclass(slots=True)
 class Acceptance:
-    """Completions of one way of decoding: tokens a round and share of repeated 8-grams of each, and the report of all their rounds.
+    """Completions of one way of decoding: tokens a round, shares of repeated 8-grams and distinct bigrams of each, and the report of all
+    their rounds.
 
     A completion that ended with its first token has no round; its tokens a round are nan and left out of every mean.
     """
@@ -28,6 +29,7 @@ class Acceptance:
     report: GenerationReport
     tokens_per_round: list[float] = field(default_factory=list)
     repeated_shares: list[float] = field(default_factory=list)
+    distinct_bigrams: list[float] = field(default_factory=list)
     new_tokens: list[int] = field(default_factory=list)
 
     def summary(self) -> dict:
@@ -39,6 +41,7 @@ class Acceptance:
             "tokens_per_round": _mean(self.tokens_per_round),
             "tokens_per_round_pooled": self.report.tokens_per_round,
             "repeated_8gram_share": statistics.mean(self.repeated_shares),
+            "distinct_bigram_share": statistics.mean(self.distinct_bigrams),
             "completions_below_30_percent_repeated": len(varied),
             "tokens_per_round_below_30_percent_repeated": _mean(varied),
             "conditional_acceptance": self.report.conditional_acceptance,
@@ -63,7 +66,9 @@ def accepted_on(pair: Pair, prompts: list[torch.Tensor], label: str, **options) 
             ids = pair.target.generate(input_ids=prompt, assistant_model=pair.draft, **options)
             request = GenerationReport(report.requests[-1:])
             acceptance.tokens_per_round.append(request.tokens_per_round)
-            acceptance.repeated_shares.append(repeated_ngram_share(ids[0, prompt.shape[1] :].tolist(), REPEATED_NGRAM))
+            new_ids = ids[0, prompt.shape[1] :].tolist()
+            acceptance.repeated_shares.append(repeated_ngram_share(new_ids, REPEATED_NGRAM))
+            acceptance.distinct_bigrams.append(distinct_ngram_share(new_ids, 2))
             acceptance.new_tokens.append(request.requests[0].new_tokens)
     return acceptance
 
@@ -101,12 +106,13 @@ def render_evaluation(summaries: dict[str, dict], temperature: float) -> str:
             _figure(s["tokens_per_round"]),
             _figure(s["tokens_per_round_pooled"]),
             f"{100 * s['repeated_8gram_share']:.1f} %",
+            f"{100 * s['distinct_bigram_share']:.1f} %",
             f"{_figure(s['tokens_per_round_below_30_percent_repeated'])} ({s['completions_below_30_percent_repeated']} of {s['completions']})",
             f"{s['new_tokens_mean']:.1f}",
         ]
         for name, s in summaries.items()
     ]
-    header = ["", "tokens a round", "pooled", "repeated 8-grams", "tokens a round where < 30 %", "new tokens"]
+    header = ["", "tokens a round", "pooled", "repeated 8-grams", "distinct bigrams", "tokens a round where < 30 %", "new tokens"]
     acceptance = acceptance_table({labels[name]: s["conditional_acceptance"] for name, s in summaries.items()})
     return f"{table(header, rows)}\n\nconditional acceptance by draft position\n{acceptance}"
 
