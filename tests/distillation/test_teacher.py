@@ -84,7 +84,7 @@ def test_probabilities_are_those_of_the_whole_softmax(head, reduced):
 
 
 def test_a_partition_at_hand_is_used_and_one_that_is_missing_is_worked_out_once_a_token(monkeypatch):
-    target, draft, hidden = pair()
+    _target, draft, hidden = pair()  # a draft keeps no target alive
     sequences, tokens = torch.tensor([0, 1, 1, 1, 1]), torch.tensor([6, 2, 2, 3, 2])
     asked = []
     monkeypatch.setattr(teacher_module, "log_partition", lambda draft, rows: asked.append(rows) or log_partition(draft, rows))
@@ -96,7 +96,7 @@ def test_a_partition_at_hand_is_used_and_one_that_is_missing_is_worked_out_once_
 
 
 def test_probabilities_may_be_written_over():
-    target, draft, hidden = pair()
+    _target, draft, hidden = pair()
     law = TeacherLaw(draft, hidden, torch.tensor([0]), torch.tensor([0]))
     expected = law.probabilities(slice(None)).clone()
     law.probabilities(slice(None)).zero_()

@@ -33,7 +33,7 @@ class FeatureCoding:
     partition: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def encode(self, features: TargetFeatures) -> dict[str, torch.Tensor]:
-        """`hidden_states` (..., layers, hidden), or (..., 1, rank) in a subspace, `last_hidden` (..., 1, hidden), their scales, and `log_partition` (...)."""
+        """`hidden_states` (..., layers, hidden), or (..., 1, rank) in a subspace, `last_hidden` (..., 1, hidden), and `log_partition` (...)."""
         states = torch.stack([layer.to(features.last_hidden.device) for layer in features.hidden_states], dim=-2)  # (..., layers, hidden)
         if self.subspace is not None:
             self.subspace = self.subspace.to(states.device)

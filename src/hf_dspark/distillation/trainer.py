@@ -250,7 +250,8 @@ class DSparkTrainer(Trainer):
 
         def losses(draft: DSparkDraftModel) -> LossTerms:
             hidden = block_hidden_states(draft, features.hidden_states, blocks)
-            return dspark_loss(draft, hidden, features.last_hidden, blocks, self.args.loss_weights, totals=totals, log_partition=features.log_partition)
+            options = {"totals": totals, "log_partition": features.log_partition}
+            return dspark_loss(draft, hidden, features.last_hidden, blocks, self.args.loss_weights, **options)
 
         return model(within=losses)
 
