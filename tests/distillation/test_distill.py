@@ -6,7 +6,18 @@ import pytest
 import torch
 from fake_hub import FakeHub
 from oracle import build, tiny_draft, tiny_target
-from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, set_seed
+from transformers import (
+    AutoConfig,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    set_seed,
+)
 
 from hf_dspark import DSparkDraftModel, record_generation
 from hf_dspark.distillation.arguments import DistillationArguments
@@ -239,6 +250,9 @@ def test_the_config_fits_targets_of_other_families(folder, name):
     assert AutoConfig.from_pretrained(folder / "written").rope_parameters["rope_theta"] == rope_theta
 
 
+GEMMA_SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+
+
 def of_the_targets_shape(target, **options):
     return tiny_draft(target, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2, **options)
 
@@ -264,14 +278,19 @@ def test_a_warm_start_copies_the_last_layers_and_the_last_feature():
 
 
 def test_a_warm_start_reads_norms_by_what_they_do():
-    config = Gemma3TextConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=8
-    )
-    target = build(Gemma3ForCausalLM, config)
+    # Gemma keeps a norm's weights less one.
+    target = build(GemmaForCausalLM, GemmaConfig(**GEMMA_SIZES))
     torch.nn.init.normal_(target.model.norm.weight)
     draft = of_the_targets_shape(target)
     copy_last_layers(draft, target)
     torch.testing.assert_close(draft.norm.weight, 1 + target.model.norm.weight)
+
+
+def test_a_warm_start_from_layers_with_more_norms_is_refused():
+    # Gemma 3's post_attention_layernorm stands behind the attention, a draft's before the feed-forward.
+    target = build(Gemma3ForCausalLM, Gemma3TextConfig(**GEMMA_SIZES))
+    with pytest.raises(ValueError, match=r"Gemma3ForCausalLM have norms .* \(post_feedforward_layernorm.weight, pre_feedforward_layernorm.weight\)"):
+        copy_last_layers(of_the_targets_shape(target), target)
 
 
 def test_a_warm_start_from_another_shape_is_refused():

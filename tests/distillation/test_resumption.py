@@ -156,3 +156,15 @@ def test_a_run_killed_while_saving_goes_on_and_ends_the_same(tmp_path, moment, a
     make_trainer(tmp_path / "run", target, resumed, **options).train(resume_from_checkpoint=True)
     assert all(torch.equal(parameter, weights(expected)[name]) for name, parameter in resumed.named_parameters())
     assert is_whole(tmp_path / "run" / "checkpoint-4")
+
+
+def test_a_run_with_muon_goes_on_exactly_and_only_with_muon(tmp_path):
+    target = tiny_target()
+    draft = tiny_draft(target)
+    options = {"max_steps": 4, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2, "muon": True}
+    expected, resumed = copy.deepcopy(draft), copy.deepcopy(draft)
+    make_trainer(tmp_path, target, expected, **options).train()
+    make_trainer(tmp_path, target, resumed, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert all(torch.equal(parameter, weights(expected)[name]) for name, parameter in resumed.named_parameters())
+    with pytest.raises(ValueError, match=r"checkpoint-2 holds the state of another optimizer than muon=False, optim=adamw_torch.*; go on as"):
+        make_trainer(tmp_path, target, copy.deepcopy(draft), **{**options, "muon": False}).train(str(tmp_path / "checkpoint-2"))

@@ -46,11 +46,12 @@ def weights(draft) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in draft.named_parameters()}
 
 
-def test_the_draft_is_trained_and_nothing_of_the_target(tmp_path):
+@pytest.mark.parametrize("muon", [False, True])
+def test_the_draft_is_trained_and_nothing_of_the_target(tmp_path, muon):
     target, before = tiny_target(), None
     draft = tiny_draft(target)
     before, target_before = weights(draft), weights(target)
-    trainer = make_trainer(tmp_path, target, draft)
+    trainer = make_trainer(tmp_path, target, draft, muon=muon)
     trainer.train()
     held = {id(parameter) for group in trainer.optimizer.param_groups for parameter in group["params"]}
     assert held == {id(parameter) for parameter in draft.parameters()}

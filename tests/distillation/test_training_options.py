@@ -1,6 +1,7 @@
 """Options of the Trainer that a draft can't have, and those that train nothing."""
 
 import pytest
+import torch
 from test_arguments import arguments
 
 
@@ -13,6 +14,8 @@ from test_arguments import arguments
         ({"ce_weight": 0, "l1_weight": 0, "enable_confidence_head": False}, r"enable_confidence_head=False. leave nothing to learn"),
         ({"use_liger_kernel": True}, "use_liger_kernel=True: Liger's kernels .*leave it out"),
         ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0: .*an embedding of the model's own.*leave it out"),
+        ({"muon": True, "optim": "sgd"}, "muon=True stands beside AdamW .*got optim='sgd'; leave optim out"),
+        ({"muon": True, "init_draft": "draft", "lora_rank": 2}, "muon=True trains whole matrices, which lora_rank=2 leaves it none of"),
     ],
     ids=str,
 )
@@ -37,3 +40,9 @@ def test_reports_go_to_what_is_installed(tmp_path, monkeypatch):
             ValueError, match=r"'wandb' is not installed, or unknown to transformers; usable here: tensorboard; install it, or set report_to"
         ):
             arguments(tmp_path, report_to=report_to)
+
+
+def test_muon_needs_a_torch_that_has_it(tmp_path, monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(ValueError, match=r"muon=True needs torch 2\.9 or later, this is "):
+        arguments(tmp_path, muon=True)

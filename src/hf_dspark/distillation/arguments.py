@@ -125,7 +125,10 @@ class DistillationArguments(TrainingArguments):
     decay_gamma: float | None = field(default=4.0, metadata={"help": "Slot k of a block weighs exp(-k / decay_gamma). None: 1."})
     save_dtype: str = field(default="bfloat16", metadata={"help": "Type of the saved draft: bfloat16, float16 or float32; training keeps fp32."})
 
-    learning_rate: float = field(default=6e-4, metadata={"help": "The initial learning rate of AdamW."})
+    learning_rate: float = field(default=6e-4, metadata={"help": "The initial learning rate of AdamW, and of Muon."})
+    muon: bool = field(
+        default=False, metadata={"help": "Train the matrices of fc and the layers with Muon (torch 2.9 or later), the rest with `optim`."}
+    )
     warmup_steps: float = field(default=0.04, metadata={"help": "Steps of linear warm-up; below 1: a share of all steps."})
     remove_unused_columns: bool = field(default=False, metadata={"help": "Must stay False: the trainer, not the draft's forward, reads the columns."})
     prediction_loss_only: bool = field(default=True, metadata={"help": "Evaluations report losses and tau and keep no logits."})

@@ -213,11 +213,18 @@ def copy_last_layers(draft: DSparkDraftModel, target: PreTrainedModel) -> list[s
     the context features, which start as the last captured layer's output. Returns the names of the tensors copied.
 
     Raises:
-        ValueError: no tensor of the target's layers has the name and shape of one of the draft's.
+        ValueError: no tensor of the target's layers has the name and shape of one of the draft's, or those layers have more norms.
     """
     decoder, own, hidden = target.get_decoder(), draft.state_dict(), draft.config.hidden_size
     source = decoder.state_dict()
     num_layers, first = draft.config.num_hidden_layers, draft.config.num_target_layers - draft.config.num_hidden_layers
+    # Gemma's norms after attention and feed-forward bear the names of others, and its layers write hundreds of times what a draft's read.
+    norms = {name.split(".", 2)[2] for name in source if name.startswith(f"layers.{first}.") and name.count(".") == 3 and "norm" in name}
+    if more := sorted(norms - {name.split(".", 2)[2] for name in own if name.startswith("layers.")}):
+        raise ValueError(
+            f"warm_start=True: layers of {type(target).__name__} have norms that a draft's lack ({', '.join(more)}), without which copies of "
+            "them compute something else; leave warm_start out"
+        )
     wanted = {"norm.weight": "norm.weight", "hidden_norm.weight": f"layers.{first}.input_layernorm.weight"}
     for name in own:
         if name.startswith("layers."):

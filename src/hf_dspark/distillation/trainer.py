@@ -20,6 +20,7 @@ from hf_dspark.distillation.feature_writing import open_feature_cache
 from hf_dspark.distillation.features import TargetFeatures, target_features
 from hf_dspark.distillation.first_batch import check_first_batch, check_optimizer
 from hf_dspark.distillation.losses import LossTerms, Normalisers, dspark_loss, normalisers
+from hf_dspark.distillation.muon import MuonAndOther, is_muon_matrix
 from hf_dspark.distillation.resumption import check_same_draft, checkpoint_to_resume, forget_whole
 from hf_dspark.distillation.subspace import FoldSubspace
 from hf_dspark.distillation.teacher import log_partition
@@ -233,11 +234,24 @@ class DSparkTrainer(Trainer):
             raise diverged(f"{num_wrong} of the draft's weights are nan or infinite", self.state.global_step, self.args.learning_rate)
 
     def create_optimizer(self, model=None):
-        """transformers' optimizer, checked to hold the draft's trainable parameters and nothing else."""
+        """transformers' optimizer, or with `args.muon` Muon and that, checked to hold the draft's trainable parameters and nothing else."""
+        if self.args.muon and self.optimizer is None:
+            self.optimizer = self._muon_and_other(self.model if model is None else model)
         optimizer = super().create_optimizer(model)
         if isinstance(optimizer, torch.optim.Optimizer):  # DeepSpeed may make its own later
             check_optimizer(optimizer, self.model if model is None else model, self.target)
         return optimizer
+
+    def _muon_and_other(self, model) -> MuonAndOther:
+        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        matrices = [parameter for name, parameter in named if is_muon_matrix(name, parameter)]
+        others, decayed = [pair for pair in named if not is_muon_matrix(*pair)], set(self.get_decay_parameter_names(model))
+        groups = [
+            {"params": [parameter for name, parameter in others if (name in decayed) is decays], "weight_decay": decays * self.args.weight_decay}
+            for decays in (True, False)
+        ]
+        optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
+        return MuonAndOther(matrices, self.args.learning_rate, self.args.weight_decay, optimizer_class(groups, **options))
 
     def _losses(self, model, inputs: dict[str, torch.Tensor], totals: Normalisers | None) -> LossTerms:
         draft = self.accelerator.unwrap_model(model)
@@ -311,6 +325,13 @@ class DSparkTrainer(Trainer):
         super()._save_rng_state(output_dir)
         # What marks the checkpoint as whole comes after the files of all processes.
         self.accelerator.wait_for_everyone()
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        try:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        except ValueError as error:
+            given = f"muon={self.args.muon}, optim={self.args.optim.value}"
+            raise ValueError(f"{checkpoint} holds the state of another optimizer than {given}; go on as the run was begun ({error})") from error
 
     def _load_best_model(self):
         if self.is_fsdp_enabled or self.is_deepspeed_enabled or not isinstance(self.model, DSparkDraftModel):

@@ -2,7 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+import torch
 from transformers.integrations import get_available_reporting_integrations
+from transformers.training_args import OptimizerNames
 
 if TYPE_CHECKING:
     from hf_dspark.distillation.arguments import DistillationArguments
@@ -30,6 +32,20 @@ def check_training_options(args: "DistillationArguments") -> None:
         if getattr(args, name):
             raise ValueError(f"{name}={getattr(args, name)!r}: {reason}; leave it out")
     _check_reporting(args.report_to)
+    if args.muon:
+        _check_muon(args)
+
+
+def _check_muon(args: "DistillationArguments") -> None:
+    if not hasattr(torch.optim, "Muon"):
+        raise ValueError(f"muon=True needs torch 2.9 or later, this is {torch.__version__}; leave it out")
+    # Muon's update of a matrix needs the whole of it; an adapter's two halves are no maps between hidden states.
+    for name, value in (("lora_rank", args.lora_rank), ("fsdp", args.fsdp), ("deepspeed", args.deepspeed)):
+        if value:
+            raise ValueError(f"muon=True trains whole matrices, which {name}={value!r} leaves it none of; leave one out")
+    optim = OptimizerNames(args.optim).value  # a command line's is still text
+    if not optim.startswith("adamw_torch"):
+        raise ValueError(f"muon=True stands beside AdamW (its learning rate is made for both), got optim={optim!r}; leave optim out")
 
 
 def _check_reporting(report_to: str | list[str] | None) -> None:
