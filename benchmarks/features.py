@@ -65,6 +65,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--draft-layers", type=int, default=2, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--anchors", type=int, default=64, metavar="N", help="blocks drawn from a row (default: %(default)s)")
     parser.add_argument("--cold-start", action="store_true", help="start from random layers, not from copies of the target's last")
+    parser.add_argument("--muon", action="store_true", help="train with Muon, and so get further in the same steps")
     parser.add_argument("--folder", metavar="DIR", help="where features are kept, a folder a mode (default: a temporary one)")
     parser.add_argument("--json", metavar="FILE", help="write the figures to this file too")
     return parser
@@ -123,6 +124,7 @@ def options(arguments, target: str, folder: Path, **more) -> DistillationArgumen
         report_to="none",
         disable_tqdm=not sys.stderr.isatty(),
         warm_start=not arguments.cold_start,
+        muon=arguments.muon,
         **more,
     )
 

@@ -198,7 +198,7 @@ def test_pretrain_distill_generate_in_smoke_form(tmp_path, monkeypatch, capsys):
     assert main(["pretrain", "recipes/stdlib_target.yaml", *shape, *heads, *small, *SMOKE, "--sequence_length", "32"]) == 0
     written = ["--num_rows", "4", "--prompt_tokens", "8", "--new_tokens", "8", "--batch_size", "4", "--num_held_out", "4"]
     assert main(["regenerate", "recipes/stdlib_regenerate.yaml", *written]) == 0
-    again = ["--seed", "1", "--output_file", "runs/stdlib_regenerated_2.jsonl"]
+    again = ["--seed", "5", "--output_file", "runs/stdlib_sampled.jsonl"]
     assert main(["regenerate", "recipes/stdlib_regenerate.yaml", *written, *again]) == 0
     draft_shape = ["--num_draft_layers", "1", "--markov_rank", "8", "--num_anchors", "4", "--block_size", "4", "--max_length", "32"]
     assert main(["distill", "recipes/stdlib_draft.yaml", *draft_shape, *heads, *small, *SMOKE]) == 0

@@ -100,3 +100,8 @@ def test_an_unknown_key_of_a_recipe_is_refused(tmp_path):
     recipe.write_text("target: somewhere\nblok_size: 7\n")
     with pytest.raises(ValueError, match="blok_size"):
         HfArgumentParser(DistillationArguments).parse_yaml_file(recipe)
+
+
+def test_memory_is_pinned_where_there_is_a_device_to_pin_it_for(tmp_path):
+    # torch warns at every loader otherwise.
+    assert not arguments(tmp_path, use_cpu=True).dataloader_pin_memory

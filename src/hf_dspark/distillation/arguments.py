@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field, fields
 from typing import get_type_hints
 
+import torch
 from transformers import TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 
@@ -168,6 +169,8 @@ class DistillationArguments(TrainingArguments):
             raise ValueError(f"hub_strategy must be 'end', got {self.hub_strategy!r}: a draft is uploaded when it is finished")
         check_eval_options(self)
         super().__post_init__()
+        if self.use_cpu or not torch.accelerator.is_available():
+            self.dataloader_pin_memory = False  # torch would warn at every loader that there is nothing to pin memory for
         if is_deepspeed_zero3_enabled():
             raise ValueError(
                 "DeepSpeed ZeRO-3 would spread the target too, and leave nothing of the draft to save; spread the draft alone with fsdp: true, "

@@ -15,10 +15,7 @@ from hf_dspark.modeling import DSparkDraftModel
 
 __all__ = ["pair_card"]
 
-RECIPES = (
-    "stdlib_target.yaml", "stdlib_regenerate.yaml", "stdlib_draft.yaml", "stdlib_draft_on_policy.yaml", "stdlib_draft_sampled.yaml",
-    "stdlib_draft_sampled_2.yaml",
-)  # fmt: skip
+RECIPES = ("stdlib_target.yaml", "stdlib_regenerate.yaml", "stdlib_draft.yaml")
 
 
 def pair_card(target: Path, draft: Path, evaluation: Path, machine: str) -> str:

@@ -24,7 +24,7 @@ _VARIED = ("repeated_8gram_share", "tokens_per_round_below_30_percent_repeated",
 # Options of a training that a reader of the card looks for; training_args.json has all.
 _TRAINING_OPTIONS = (
     *("max_length", "packing", "num_anchors", "init_draft", "warm_start", "lora_rank", "lora_alpha", "ce_weight", "l1_weight"),
-    *("confidence_weight", "decay_gamma", "features", "features_dtype", "features_rank", "cache_budget"),
+    *("confidence_weight", "decay_gamma", "features", "features_dtype", "features_rank", "cache_budget", "muon"),
     *("learning_rate", "lr_scheduler_type", "warmup_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16", "seed"),
 )
 _REPORTED = {
