@@ -1,6 +1,7 @@
 """Rows: nothing crosses texts, masks stay with their tokens, nothing held out is trained on, what can't be used is named and counted."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from datasets.exceptions import DatasetNotFoundError
 from hf_dspark.distillation import data
 from hf_dspark.distillation.arguments import DistillationArguments
 from hf_dspark.distillation.corpus import train_tokenizer
-from hf_dspark.distillation.data import load_rows
+from hf_dspark.distillation.data import load_rows, warn_of_mask_token
 
 TOKENIZER = train_tokenizer(["def add(a, b):\n    return a + b\n"] * 3, vocab_size=270)
 BOS, EOS = TOKENIZER.bos_token_id, TOKENIZER.eos_token_id
@@ -386,3 +387,17 @@ def test_what_a_stream_cannot_do_is_said_before_it_is_read(tmp_path, options, me
 def test_no_process_cannot_encode(tmp_path):
     with pytest.raises(ValueError, match="dataset_num_proc must be at least 1, got 0"):
         arguments(tmp_path, dataset_num_proc=0)
+
+
+def test_a_mask_token_that_occurs_is_counted(tmp_path, caplog):
+    written = [*(ids(10 + 8 * i) for i in range(3)), {"input_ids": [10, 9, 9, 9, 9, 9, 9, 10]}]
+    for mask_token_id in (8, 34):
+        warn_of_mask_token(load(tmp_path, written), mask_token_id)
+    assert caplog.messages == []
+    warn_of_mask_token(load(tmp_path, written), 10)
+    [message] = caplog.messages
+    assert message.startswith("mask_token_id=10 occurs 3 times among the 32 tokens of the training rows; blocks of the draft are filled with it")
+    caplog.clear()
+    warn_of_mask_token(load(tmp_path, written * 40, streaming=True, max_steps=1), 9)
+    [message] = caplog.messages
+    assert re.match(r"mask_token_id=9 occurs \d+ times among the 512 tokens of the first training rows", message)

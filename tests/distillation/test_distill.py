@@ -156,6 +156,7 @@ BEFORE_DATA = [
     ({"init_draft": "mixed"}, "init_draft='.*mixed' holds a draft and an adapter"),
     ({"init_draft": "fitting", "lora_rank": 2, "lora_target_modules": ["q_proj", "nothing"]}, "nothing not found in the draft"),
     ({"resume_from_checkpoint": "fitting"}, "num_draft_layers 2 there, 1 now"),
+    ({"features": "cached", "features_dir": "written"}, "features_dir='.*written' holds features of another run: .*max_length is 8 there, 32 here"),
 ]
 
 
@@ -165,10 +166,22 @@ def test_what_cant_work_is_refused_before_the_data_are_read(folder, monkeypatch,
         tiny_draft(tiny_target(vocab_size=280, num_hidden_layers=num_layers, **SPECIAL), mask_token_id=3, **SPECIAL).save_pretrained(folder / name)
     (folder / "mixed" / "adapter_config.json").write_text("{}")
     (folder / "fitting" / "trainer_state.json").write_text('{"global_step": 1}')
+    (folder / "written").mkdir()
+    (folder / "written" / "index.json").write_text('{"fingerprint": {"max_length": 8}}')
     monkeypatch.setattr("hf_dspark.distillation.distill.load_rows", None)
-    paths = {name: str(folder / value) for name, value in options.items() if value in ("target", "nothing", "other", "mixed", "fitting")}
+    paths = {name: str(folder / value) for name, value in options.items() if value in ("target", "nothing", "other", "mixed", "fitting", "written")}
     with pytest.raises((ValueError, OSError), match=message):
         distill(arguments(folder, **{**options, **paths}))
+
+
+def test_a_mask_token_that_occurs_in_the_text_is_warned_of_once(folder, caplog):
+    tokenizer = train_tokenizer(TEXTS, vocab_size=280)
+    token = tokenizer(" return")["input_ids"][0]
+    num_found = tokenizer(TEXTS[0])["input_ids"].count(token)
+    distill(arguments(folder, max_steps=1, mask_token_id=token))
+    [message] = [message for message in caplog.messages if "mask_token_id" in message]
+    # 4 of the 30 texts are held out.
+    assert num_found and message.startswith(f"mask_token_id={token} occurs {26 * num_found} times among the ")
 
 
 def test_prompts_without_room_are_refused_before_the_first_step(folder, monkeypatch):

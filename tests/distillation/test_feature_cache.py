@@ -134,7 +134,7 @@ def test_evaluations_compute_their_features(tmp_path):
     [
         *((dtype, "hidden_states", 1, "of chosen layer 1") for dtype in ("float32", "bfloat16", "int8")),
         *((dtype, "last_hidden", 0, "of the last hidden state") for dtype in ("float32", "bfloat16", "int8")),
-        ("float32", "log_partition", ..., "of the log partition"),
+        *((dtype, "log_partition", ..., "of the log partition") for dtype in ("float32", "bfloat16", "int8")),
     ],
 )
 def test_a_cache_whose_contents_were_altered_is_found_in_the_first_batch(tmp_path, dtype, name, index, place):
@@ -149,6 +149,24 @@ def test_a_cache_whose_contents_were_altered_is_found_in_the_first_batch(tmp_pat
     save_file(tensors, path, metadata=metadata)
     trainer = make_trainer(tmp_path, **options)
     with pytest.raises(ValueError, match=f"features_dir='.*cache' is stale or damaged: {place} .* differ .*delete the folder"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_the_rounding_of_logits_in_bfloat16_is_no_damage_and_little_more_is(tmp_path, dtype):
+    target, options = tiny_target(initializer_range=0.5).bfloat16(), cached(tmp_path, dtype, draft_vocab_size=40)
+    make_trainer(tmp_path, target, **options)
+    make_trainer(tmp_path, target, **options, per_device_train_batch_size=1).train()  # other products than when it was written
+    path = tmp_path / "cache" / "features-00000.safetensors"
+    tensors = load_file(path)
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    size = tensors["log_partition"].abs().mean().item()
+    tensors["log_partition"] += (added := 2**-6 * (size + 16))
+    assert added < 0.1 * size
+    save_file(tensors, path, metadata=metadata)
+    trainer = make_trainer(tmp_path, target, **options)
+    with pytest.raises(ValueError, match=r"stale or damaged: of the log partition .* nats, where rounding makes .* at most; delete the folder"):
         trainer.train()
 
 

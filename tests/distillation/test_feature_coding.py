@@ -37,15 +37,30 @@ def decoded(coding: FeatureCoding, dtype=torch.float32) -> list[torch.Tensor]:
 )
 def test_bytes_of_a_token_of_qwen3_4b(dtype, rank, expected):
     assert bytes_per_token(2560, 5, dtype, rank) == expected
+    assert bytes_per_token(2560, 5, dtype, rank, with_partition=True) == expected + 4
+
+
+def partition(last_hidden: torch.Tensor) -> torch.Tensor:
+    return last_hidden.float().logsumexp(dim=-1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("rank", [None, 5])
-def test_what_is_stored_is_what_was_counted(dtype, rank):
+@pytest.mark.parametrize("partition", [None, partition], ids=["", "partition"])
+def test_what_is_stored_is_what_was_counted(dtype, rank, partition):
     subspace = None if rank is None else find_subspace(torch.cat(features((2, 40)).hidden_states, dim=-1).flatten(0, 1), rank)
-    encoded = FeatureCoding(LAYERS, dtype, subspace).encode(features())
-    assert {name: (values.dtype, tuple(values.shape[2:])) for name, values in encoded.items()} == stored_tensors(HIDDEN, LAYERS, dtype, rank)
-    assert sum(values.nbytes for values in encoded.values()) == 14 * bytes_per_token(HIDDEN, LAYERS, dtype, rank)
+    encoded, shape = FeatureCoding(LAYERS, dtype, subspace, partition).encode(features()), (HIDDEN, LAYERS, dtype, rank, partition is not None)
+    assert {name: (values.dtype, tuple(values.shape[2:])) for name, values in encoded.items()} == stored_tensors(*shape)
+    assert sum(values.nbytes for values in encoded.values()) == 14 * bytes_per_token(*shape)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_the_log_partition_is_that_of_the_last_hidden_state_as_it_will_be_read(dtype):
+    coding = FeatureCoding(LAYERS, dtype, None, partition)
+    found = coding.decode(coding.encode(features()), torch.float32)
+    assert found.log_partition.dtype == torch.float32 and torch.equal(found.log_partition, partition(found.last_hidden))
+    assert torch.equal(found.log_partition, partition(features().last_hidden)) == (dtype == "float32")
+    assert coding.decode(FeatureCoding(LAYERS, dtype).encode(features()), torch.float32).log_partition is None
 
 
 def test_float32_is_exact_and_bfloat16_rounds_once():

@@ -4,8 +4,10 @@ import errno
 import json
 import os
 import shutil
+import signal
 import socket
 from collections import namedtuple
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +16,7 @@ import torch
 from accelerate.state import AcceleratorState, GradientState
 from oracle import VOCAB, tiny_target
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from test_trainer_steps import as_dataset
 
 from hf_dspark.distillation import feature_writing
@@ -49,12 +51,19 @@ class Opener:
         batch = BlockCollator(num_anchors=1)(rows)
         return target_features(self.target, batch["input_ids"], batch["attention_mask"], LAYER_IDS)
 
-    def __call__(self, layer_ids=LAYER_IDS, chat_template=None, **options) -> FeatureCache:
-        self.computed.clear()
+    def arguments(self, **options) -> DistillationArguments:
         values = {"target": "tiny", "output_dir": str(self.folder / "run"), "features": "cached", "features_dir": str(self.folder / "cache")}
         values |= {"use_cpu": True, "disable_tqdm": True, "features_dtype": "float32", "per_device_train_batch_size": 2}
-        args = DistillationArguments(**{**values, **options})
-        return feature_writing.open_feature_cache(self.rows, args, self.target, layer_ids, self.compute, chat_template)
+        return DistillationArguments(**{**values, **options})
+
+    def __call__(self, layer_ids=LAYER_IDS, chat_template=None, partition=None, **options) -> FeatureCache:
+        self.computed.clear()
+        args = self.arguments(**options)
+        return feature_writing.open_feature_cache(self.rows, args, self.target, layer_ids, self.compute, chat_template, partition)
+
+
+def partition(last_hidden: torch.Tensor) -> torch.Tensor:
+    return last_hidden.float().logsumexp(dim=-1)
 
 
 @pytest.fixture
@@ -69,12 +78,12 @@ def small_shards(monkeypatch):
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in (folder / "cache").iterdir()}
+    return {path.name: path.read_bytes() for path in (folder / "cache").iterdir() if path.name != "lock"}
 
 
 def numbers(folder: Path) -> dict[str, int]:
     """What a file is, by name: it changes when the file is written again."""
-    return {path.name: path.stat().st_ino for path in (folder / "cache").iterdir()}
+    return {path.name: path.stat().st_ino for path in (folder / "cache").iterdir() if path.name != "lock"}
 
 
 @pytest.mark.parametrize("container", [list, as_dataset])
@@ -91,18 +100,20 @@ def test_the_cache_holds_each_row_as_the_target_computes_it_alone(tmp_path, smal
             assert ours.shape == (3, 33, HIDDEN)
 
 
+@pytest.mark.parametrize("partition", [None, partition], ids=["", "partition"])
 @pytest.mark.parametrize("options", [{}, {"features_dtype": "bfloat16"}, {"features_dtype": "int8"}, {"features_dtype": "int8", "features_rank": 8}])
-def test_the_size_is_foretold(tmp_path, monkeypatch, capsys, small_shards, options):
+def test_the_size_is_foretold(tmp_path, monkeypatch, capsys, small_shards, options, partition):
     foretold = []
     check = feature_writing._check_disk
     monkeypatch.setattr(feature_writing, "_check_disk", lambda folder, missing, *rest: foretold.append(missing) or check(folder, missing, *rest))
-    cache = Opener(tmp_path, text_rows([40, 50, 60, 70, 80]))(**options)
+    cache = Opener(tmp_path, text_rows([40, 50, 60, 70, 80]))(partition=partition, **options)
     written = sum(path.stat().st_size for path in (tmp_path / "cache").glob("features-*"))
     assert foretold == [sum(shard.num_bytes for shard in cache.shards)] and foretold[0] == pytest.approx(written, rel=0.02)
     # Large shards are their tokens and little else.
     monkeypatch.setattr(feature_writing, "SHARD_BYTES", 2**30)
-    [shard] = Opener(tmp_path / "large", text_rows([100] * 30))(**options).shards
-    assert shard.path.stat().st_size == pytest.approx(3000 * bytes_per_token(HIDDEN, 3, *list(options.values()) or ["float32"]), rel=0.02)
+    [shard] = Opener(tmp_path / "large", text_rows([100] * 30))(partition=partition, **options).shards
+    per_token = bytes_per_token(HIDDEN, 3, options.get("features_dtype", "float32"), options.get("features_rank"), partition is not None)
+    assert shard.path.stat().st_size == pytest.approx(3000 * per_token, rel=0.02)
     assert "caching features: " in capsys.readouterr().out
 
 
@@ -116,7 +127,7 @@ def test_a_disk_too_small_is_refused_before_the_first_byte(opener, tmp_path, mon
     message = r"the features to cache take (48\.[6-9]|49\.[0-5])\d KB, but the disk of features_dir='.*cache' has 20\.00 KB free; set cache_budget"
     with pytest.raises(OSError, match=message):
         opener()
-    assert not (tmp_path / "cache").exists() and opener.computed == []
+    assert files(tmp_path) == {} and opener.computed == []
     opener(cache_budget="19KB")
     # What is there already needs no room.
     usage(monkeypatch, 0)
@@ -218,6 +229,7 @@ MISMATCHES = {
     "features_rank is None there, 8 here": {"features_rank": 8},
     "max_length is 4096 there, 64 here": {"max_length": 64},
     "packing is False there, True here": {"packing": True},
+    "log_partition is False there, True here": {"partition": partition},
     "chat_template is None there, ": {"chat_template": "{{ messages }}"},
     "num_rows is 6 there, 5 here": {"rows": text_rows(LENGTHS[:5])},
     "rows is '": {"rows": text_rows(LENGTHS[::-1])},
@@ -235,6 +247,20 @@ def test_each_mismatch_is_named_with_both_values(tmp_path, named):
     assert named in str(caught.value) and other.computed == [] and files(tmp_path) == before
     others = {name.split()[0] for name in MISMATCHES if f"{name.split()[0]} is " in str(caught.value)} - {named.split()[0]}
     assert others <= {"rows"}
+    # All but what is of the text is known before it is read.
+    if "rows" not in named:
+        options = {"layer_ids": LAYER_IDS, "chat_template": None, "partition": None} | MISMATCHES[named]
+        options.pop("target", None)
+        known = (options.pop("layer_ids"), options.pop("chat_template"), options.pop("partition") is not None)
+        with pytest.raises(ValueError, match=message) as caught:
+            feature_writing.check_features_dir(other.arguments(**options), other.target, *known)
+        assert named in str(caught.value)
+
+
+def test_a_folder_that_fits_or_is_not_there_yet_passes_before_the_text_is_known(opener, tmp_path):
+    for _ in range(2):
+        feature_writing.check_features_dir(opener.arguments(), opener.target, LAYER_IDS, None, with_partition=False)
+        opener()
 
 
 def test_a_file_that_is_no_index_is_named(opener, tmp_path):
@@ -262,7 +288,59 @@ def test_a_lost_subspace_makes_its_shards_void(opener, tmp_path):
     assert sorted(map(len, opener.computed)) == sorted(LENGTHS)
 
 
+def test_a_damaged_subspace_is_written_anew_once(opener, tmp_path):
+    opener(features_rank=8)
+    whole, path = files(tmp_path), tmp_path / "cache" / "subspace.safetensors"
+    tensors = load_file(path)
+    for content in (whole[path.name][:-100], b"", feature_writing.save({"directions": tensors["directions"]})):
+        path.write_bytes(content)
+        opener(features_rank=8)
+        assert load_file(path).keys() == tensors.keys() and opener.computed
+        opener(features_rank=8)
+        assert opener.computed == [] and files(tmp_path).keys() == whole.keys()
+
+
 # Processes
+
+
+def test_a_second_training_is_refused_while_the_first_one_fills_the_folder(opener, tmp_path, small_shards):
+    second, compute, refused = Opener(tmp_path), opener.compute, []
+
+    def compute_meanwhile(rows):
+        with pytest.raises(ValueError, match=r"features_dir='.*cache' is being filled by another training; start again when .* to another folder"):
+            second()
+        refused.append(second.computed == [])
+        return compute(rows)
+
+    opener.compute = compute_meanwhile
+    opener()
+    assert len(refused) > 2 and all(refused)
+    # The lock is over, and what is complete is read without it.
+    second()
+    assert second.computed == []
+    with ExitStack() as stack:
+        assert feature_writing._lock(tmp_path / "cache", stack) and not feature_writing._lock(tmp_path / "cache", stack)
+        second()
+        next(iter(second().shards)).path.unlink()
+        with pytest.raises(ValueError, match="is being filled by another training"):
+            second()
+    second()
+    assert second.computed
+
+
+def test_the_lock_of_a_killed_training_is_void(opener, tmp_path):
+    opener.compute = lambda rows: os.kill(os.getpid(), signal.SIGKILL)
+    process = torch.multiprocessing.get_context("fork").Process(target=opener)
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL and (tmp_path / "cache" / "lock").exists()
+    assert Opener(tmp_path)().num_rows == len(LENGTHS)
+
+
+def test_a_file_system_without_locks_is_warned_of(opener, monkeypatch, caplog):
+    monkeypatch.setattr("fcntl.flock", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOLCK, "No locks available")))
+    assert opener().num_rows == len(LENGTHS)
+    assert [message for message in caplog.messages if "can't be locked" in message and "let no other training fill it" in message]
 
 
 def test_a_process_writes_its_own_shards_however_far_the_others_are(opener, tmp_path, small_shards):

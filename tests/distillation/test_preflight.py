@@ -9,7 +9,9 @@ from oracle import tiny_draft, tiny_target
 from test_distill import SPECIAL, arguments, folder  # noqa: F401 (a fixture)
 from test_resumption import WHOLE, write_checkpoint
 
+from hf_dspark.distillation.feature_writing import _fingerprint
 from hf_dspark.distillation.preflight import (
+    check_cached_features,
     check_context,
     check_held_out,
     check_output_dir,
@@ -89,6 +91,22 @@ def test_rows_and_prompts_stay_in_the_context(folder):  # noqa: F811
     check_context(arguments(folder, eval_prompts=1, eval_new_tokens=64, num_held_out=0), target)
     endless = SimpleNamespace(config=SimpleNamespace(get_text_config=SimpleNamespace))
     check_context(arguments(folder, max_length=65, eval_prompts=1, eval_new_tokens=64), endless)
+
+
+def test_a_folder_with_other_features_than_the_draft_reads_is_refused(folder):  # noqa: F811
+    target = tiny_target(vocab_size=280, **SPECIAL)
+    config, options = tiny_draft(target).config, dict(features="cached", features_dir=str(folder / "cache"))
+    check_cached_features(arguments(folder, **options), target, config, None)
+    fingerprint = _fingerprint(arguments(folder, **options), target, config.target_layer_ids, None, with_partition=False)
+    (folder / "cache").mkdir()
+    (folder / "cache" / "index.json").write_text(json.dumps({"fingerprint": {**fingerprint, "num_rows": 3, "rows": "0"}}))
+    check_cached_features(arguments(folder, **options), target, config, None)
+    with pytest.raises(ValueError, match=r"features_dir='.*cache' holds features of another run: max_length is 32 there, 16 here; set features_dir"):
+        check_cached_features(arguments(folder, **options, max_length=16), target, config, None)
+    reduced = tiny_draft(target, draft_vocab_size=20).config
+    with pytest.raises(ValueError, match="log_partition is False there, True here"):
+        check_cached_features(arguments(folder, **options), target, reduced, None)
+    check_cached_features(arguments(folder, max_length=16), target, reduced, None)  # online
 
 
 def test_options_that_a_draft_at_hand_overrides_are_named(folder, caplog):  # noqa: F811

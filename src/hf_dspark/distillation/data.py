@@ -1,6 +1,7 @@
 """Training data as rows of token ids with their loss mask: from conversations, plain text or ids; from files, folders or the Hub."""
 
 import json
+import logging
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,9 @@ from hf_dspark.distillation.conversations import ChatTemplate, read_messages
 from hf_dspark.distillation.corpus import held_out_split, stdlib_modules
 from hf_dspark.distillation.provenance import NUMBER_COLUMN, PROVENANCE_COLUMN, chat_template_sha256, conversation, conversations
 
-__all__ = ["RowEncoder", "encode_rows", "load_rows", "load_source"]
+__all__ = ["RowEncoder", "encode_rows", "load_rows", "load_source", "warn_of_mask_token"]
+
+logger = logging.getLogger(__name__)
 
 _ROWS = Features({"input_ids": List(Value("int32")), "loss_mask": List(Value("bool"))})
 # What became of each row beside its tokens: why it can't be used (empty: it can), its assistant turns left out, whether it was too long.
@@ -221,6 +224,22 @@ def _stream_rows(args: DistillationArguments, tokenizer: PreTrainedTokenizerBase
     encoded = encode_rows(rest, tokenizer, args, args.dataset, head)
     dropped = sorted({*_NOTES, *_PROVENANCE} - set(first_rows.column_names))
     return encoded.filter(lambda row: not row["problem"]).remove_columns(dropped), eval_rows
+
+
+def warn_of_mask_token(rows: Dataset | IterableDataset, mask_token_id: int) -> None:
+    """Warns where `mask_token_id`, which fills a draft's blocks, occurs in the text of `rows`, of a stream in its first ones."""
+    part = "" if isinstance(rows, Dataset) else "first "
+    known = Dataset.from_list(list(rows.take(_NUM_HEAD))) if part else rows
+    num_found, num_tokens = 0, 0
+    for batch in known.select_columns(["input_ids"]).with_format("arrow").iter(10_000):
+        ids = pc.list_flatten(batch["input_ids"])
+        num_found, num_tokens = num_found + (pc.sum(pc.equal(ids, mask_token_id)).as_py() or 0), num_tokens + len(ids)
+    if num_found:
+        logger.warning(
+            f"mask_token_id={mask_token_id} occurs {num_found:,} times among the {num_tokens:,} tokens of the {part}training rows; blocks of the "
+            "draft are filled with it, so it should never occur in text: train a draft with another mask_token_id, such as a reserved special token, "
+            "or leave those rows out"
+        )
 
 
 def _split(args: DistillationArguments, vocab_size: int | None) -> tuple[Dataset, Dataset]:

@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from hf_dspark.distillation.adapter import add_adapter, save_adapter
 from hf_dspark.distillation.arguments import DistillationArguments
 from hf_dspark.distillation.conversations import show_sample
-from hf_dspark.distillation.data import load_rows
+from hf_dspark.distillation.data import load_rows, warn_of_mask_token
 from hf_dspark.distillation.divergence import num_non_finite_weights
 from hf_dspark.distillation.evaluation import eval_prompts
 from hf_dspark.distillation.features import weights_fingerprint
-from hf_dspark.distillation.preflight import check_context, check_held_out, checked_folders, warn_of_ignored_options
+from hf_dspark.distillation.preflight import check_cached_features, check_context, check_held_out, checked_folders, warn_of_ignored_options
 from hf_dspark.distillation.provenance import take_provenance, training_data
 from hf_dspark.distillation.resumption import check_same_draft
 from hf_dspark.distillation.summary import evaluations, plot_history, summary_table
@@ -52,6 +52,7 @@ def distill(args: DistillationArguments) -> Path:
     draft = starting_draft(args, target, tokenizer)
     if checkpoint is not None:
         check_same_draft(checkpoint, draft)
+    check_cached_features(args, target, draft.config, tokenizer.chat_template)
     train_rows, eval_rows = load_rows(args, tokenizer, target.config.get_text_config().vocab_size)
     if eval_rows is not None and args.eval_prompts:
         eval_prompts(eval_rows, args, ContextLimits.of(target.config).context)  # raises where none fits
@@ -62,6 +63,7 @@ def distill(args: DistillationArguments) -> Path:
     data_facts = training_data(sources, args, tokenizer, revision, weights)
     if args.process_index == 0:
         print(show_sample(next(iter(train_rows)), tokenizer))
+        warn_of_mask_token(train_rows, draft.config.mask_token_id)
     if args.init_draft is None and args.draft_vocab_size is not None:
         choose_vocabulary(draft, target, train_rows)
     trainer = DSparkTrainer(draft, target, args, train_dataset=train_rows, eval_dataset=eval_rows, chat_template=tokenizer.chat_template)

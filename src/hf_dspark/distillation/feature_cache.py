@@ -119,10 +119,8 @@ class FeatureCache:
     def _check(self, cached: TargetFeatures, fresh: TargetFeatures, attention_mask: torch.Tensor) -> None:
         """`cached` must be what coding makes of `fresh`, where `attention_mask` (batch, tokens) is set, but for rounding."""
         expected = self.coding.decode(self.coding.encode(fresh), self.dtype)  # (batch, tokens, hidden), each
-        names = [*(f"chosen layer {i}" for i in range(len(cached.hidden_states))), "the last hidden state", "the log partition"]
-        pairs = [(found.hidden_states, found.last_hidden, found.log_partition) for found in (cached, expected)]
-        pairs = [[*states, last, *([] if partition is None else [partition[..., None]])] for states, last, partition in pairs]
-        for name, ours, theirs in zip(names, *pairs):
+        names = [*(f"chosen layer {i}" for i in range(len(cached.hidden_states))), "the last hidden state"]
+        for name, ours, theirs in zip(names, *([*found.hidden_states, found.last_hidden] for found in (cached, expected))):
             ours, theirs = ours[attention_mask].float(), theirs.to(ours.device)[attention_mask].float()  # (tokens, hidden)
             difference = ((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp(min=1e-12)).mean().item()
             if not difference <= (1e-3 if self.dtype.itemsize >= 4 else 0.1):
@@ -130,3 +128,19 @@ class FeatureCache:
                     f"features_dir={str(self.shards[0].path.parent)!r} is stale or damaged: of {name} the cached features of the first batch "
                     f"differ from the target's by {difference:.2g} (relative); delete the folder to write it anew"
                 )
+        if cached.log_partition is not None:
+            self._check_partition(cached, attention_mask)
+
+    def _check_partition(self, cached: TargetFeatures, attention_mask: torch.Tensor) -> None:
+        """The log partition of `cached` must be that of its own last hidden state, which no rounding of features lies between."""
+        with torch.autocast(cached.last_hidden.device.type, enabled=False):  # as it was written
+            expected = self.coding.partition(cached.last_hidden)[attention_mask]
+        difference = (cached.log_partition[attention_mask].to(expected.device) - expected).abs().mean().item()
+        # Two computations round each logit, by eps / 2 of it at most (1e-3: TF32); those that count lie within log(vocabulary) < 16 of the sum.
+        bound = max(1e-3, torch.finfo(self.dtype).eps) * (expected.abs().mean().item() + 16)
+        if not difference <= bound:
+            raise ValueError(
+                f"features_dir={str(self.shards[0].path.parent)!r} is stale or damaged: of the log partition the cached values of the first batch "
+                f"differ from its last hidden states' by {difference:.2g} nats, where rounding makes {bound:.2g} at most; delete the folder to write "
+                "it anew"
+            )

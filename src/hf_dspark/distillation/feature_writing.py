@@ -2,21 +2,24 @@
 
 A folder holds `index.json` (the fingerprint of what was written), `features-00000.safetensors` and so on, each the rows that follow the last
 one's, and, where features are kept in a subspace, `subspace.safetensors`. Every file is whole or absent, so a run that was killed goes on.
+One training at a time writes, under the lock of the empty file `lock`; a complete folder is read without it.
 """
 
 import errno
 import hashlib
 import json
+import logging
 import shutil
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from tqdm.auto import tqdm
@@ -30,7 +33,9 @@ from hf_dspark.distillation.features import TargetFeatures, config_fingerprint, 
 from hf_dspark.distillation.subspace import Subspace, find_subspace
 from hf_dspark.evaluation.output import write_whole
 
-__all__ = ["open_feature_cache"]
+__all__ = ["check_features_dir", "open_feature_cache"]
+
+logger = logging.getLogger(__name__)
 
 # A shard is closed with the row that brings it to this many bytes.
 SHARD_BYTES = 2**29
@@ -56,31 +61,47 @@ def open_feature_cache(
         partition: the log partition (batch, tokens) of last hidden states (batch, tokens, hidden), kept too; None: it isn't needed.
 
     Raises:
-        ValueError: the folder holds features of another target, other options or other text; `args.cache_budget` holds no row.
+        ValueError: the folder holds features of another target, other options or other text, or another training is filling it;
+            `args.cache_budget` holds no row.
         OSError: the disk has too little room, or runs full; finished shards are kept.
     """
     folder, hidden_size = Path(args.features_dir), target.config.get_text_config().hidden_size
     hashes, lengths = [_row_hash(row) for row in rows], [len(row["input_ids"]) for row in rows]
-    fingerprint = {**_fingerprint(args, target, layer_ids, chat_template, hashes), "log_partition": partition is not None}
+    text = {"num_rows": len(hashes), "rows": hashlib.sha256(torch.tensor(hashes).numpy().tobytes()).hexdigest()[:16]}
+    fingerprint = {**_fingerprint(args, target, layer_ids, chat_template, partition is not None), **text}
     shape = (hidden_size, len(layer_ids), args.features_dtype, args.features_rank, partition is not None)
     shards = _within_budget(_plan(folder, lengths, hashes, shape), lengths, args.cache_budget, shape)
-    with args.main_process_first(local=False, desc="checking the cached features"):  # the folder is one for all machines
-        _check_index(folder, fingerprint)
-        subspace = _subspace(folder, rows, lengths, args.features_rank, compute)
-        key = _key(fingerprint, subspace)
-        if args.process_index == 0:
-            missing = sum(shard.num_bytes for shard in shards if not shard.is_whole(key))
-            _check_disk(folder, missing, sum(shard.num_bytes for shard in shards), subspace)
-            _write_index(folder, fingerprint, subspace)
-    coding = FeatureCoding(len(layer_ids), args.features_dtype, subspace, partition)
-    cache = FeatureCache(shards, coding, target.dtype)
-    _write_missing(cache, rows, key, compute, args, shape)
-    PartialState().wait_for_everyone()
+    with ExitStack() as stack:
+        is_busy = args.process_index == 0 and not _is_complete(folder, fingerprint, shards) and not _lock(folder, stack)
+        if broadcast_object_list([is_busy])[0]:  # no process goes on to write
+            raise ValueError(
+                f"features_dir={str(folder)!r} is being filled by another training; start again when that one has begun its steps, and its "
+                "features are read, or set features_dir to another folder"
+            )
+        with args.main_process_first(local=False, desc="checking the cached features"):  # the folder is one for all machines
+            _check_index(folder, fingerprint)
+            subspace = _subspace(folder, rows, lengths, args.features_rank, compute)
+            key = _key(fingerprint, subspace)
+            if args.process_index == 0:
+                missing = sum(shard.num_bytes for shard in shards if not shard.is_whole(key))
+                _check_disk(folder, missing, sum(shard.num_bytes for shard in shards), subspace)
+                _write_index(folder, fingerprint, subspace)
+        coding = FeatureCoding(len(layer_ids), args.features_dtype, subspace, partition)
+        cache = FeatureCache(shards, coding, target.dtype)
+        _write_missing(cache, rows, key, compute, args, shape)
+        PartialState().wait_for_everyone()
     if lost := [shard.path.name for shard in shards if not shard.is_whole(key)]:
         raise ValueError(f"features_dir={str(folder)!r} lacks {lost[0]}, which another process wrote; it must be a folder that all processes see")
     if args.process_index == 0 and cache.num_rows < len(rows):
         print(f"cached features: {cache.num_rows:,} of {len(rows):,} rows, within {args.cache_budget}; the others are computed in the step")
     return cache
+
+
+def check_features_dir(
+    args: DistillationArguments, target: PreTrainedModel, layer_ids: list[int], chat_template: str | None, with_partition: bool
+) -> None:
+    """Raises ValueError where the folder holds features of another target or other options; the text it is of is not looked at."""
+    _check_index(Path(args.features_dir), _fingerprint(args, target, layer_ids, chat_template, with_partition))
 
 
 def _row_hash(row: dict) -> int:
@@ -91,8 +112,8 @@ def _row_hash(row: dict) -> int:
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little") >> 1
 
 
-def _fingerprint(args, target: PreTrainedModel, layer_ids: list[int], chat_template: str | None, hashes: list[int]) -> dict:
-    """What the features depend on, as plain values."""
+def _fingerprint(args, target: PreTrainedModel, layer_ids: list[int], chat_template: str | None, with_partition: bool) -> dict:
+    """What the features depend on beside the text, as plain values."""
     return {
         "format": 1,
         "target_config": config_fingerprint(target),
@@ -103,8 +124,7 @@ def _fingerprint(args, target: PreTrainedModel, layer_ids: list[int], chat_templ
         "chat_template": None if chat_template is None else hashlib.sha256(str(chat_template).encode()).hexdigest()[:16],
         "max_length": args.max_length,
         "packing": args.packing,
-        "num_rows": len(hashes),
-        "rows": hashlib.sha256(torch.tensor(hashes).numpy().tobytes()).hexdigest()[:16],
+        "log_partition": with_partition,
     }
 
 
@@ -165,6 +185,32 @@ def _within_budget(shards: list[Shard], lengths: list[int], budget: str | None, 
     return kept
 
 
+def _is_complete(folder: Path, fingerprint: dict, shards: list[Shard]) -> bool:
+    """Whether nothing is left to write in `folder`."""
+    has_subspace = fingerprint["features_rank"] is not None
+    subspace = _stored_subspace(folder) if has_subspace else None
+    if not (folder / "index.json").exists() or (has_subspace and subspace is None):
+        return False
+    key = _key(fingerprint, subspace)
+    return all(shard.is_whole(key) for shard in shards)
+
+
+def _lock(folder: Path, stack: ExitStack) -> bool:
+    """Locks `folder` against other trainings until `stack` is left or this process ends, however it does; False: one of them has locked it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    # The file stays: were it removed, one training could hold the lock of the old file and another that of a new one.
+    file = stack.enter_context((folder / "lock").open("ab"))
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError) as error:  # Windows, or a file system without locks
+        logger.warning("features_dir=%r can't be locked (%s); let no other training fill it at the same time", str(folder), error)
+    return True
+
+
 def _check_index(folder: Path, fingerprint: dict) -> None:
     path = folder / "index.json"
     if not path.exists():
@@ -203,8 +249,8 @@ def _subspace(folder: Path, rows: Sequence[dict], lengths: list[int], rank: int 
     """The subspace at hand in `folder`, or one found from rows spread over all; None without a `rank`."""
     if rank is None:
         return None
-    with suppress(FileNotFoundError, SafetensorError):
-        return Subspace(**load_file(folder / "subspace.safetensors"))
+    if (stored := _stored_subspace(folder)) is not None:
+        return stored
     count = max(1, min(len(rows), -(-_TOKENS_PER_DIRECTION * rank * len(rows) // sum(lengths))))
     states = []
     for index in (i * len(rows) // count for i in range(count)):
@@ -213,9 +259,15 @@ def _subspace(folder: Path, rows: Sequence[dict], lengths: list[int], rank: int 
     return find_subspace(torch.cat(states), rank).to("cpu")
 
 
+def _stored_subspace(folder: Path) -> Subspace | None:
+    """The one in `folder`; None: there is none, or its file is damaged."""
+    with suppress(FileNotFoundError, SafetensorError, TypeError):  # TypeError: tensors of other names
+        return Subspace(**load_file(folder / "subspace.safetensors"))
+    return None
+
+
 def _write_index(folder: Path, fingerprint: dict, subspace: Subspace | None) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    if subspace is not None and not (folder / "subspace.safetensors").exists():
+    if subspace is not None and _stored_subspace(folder) is None:
         write_whole(folder / "subspace.safetensors", [save({name: tensor.contiguous() for name, tensor in asdict(subspace).items()})])
     if not (folder / "index.json").exists():
         write_whole(folder / "index.json", [json.dumps({"fingerprint": fingerprint}, indent=1).encode()])

@@ -1,4 +1,4 @@
-"""What can be known to go wrong before any data is read: where the draft is written to, what the target allows, options without effect."""
+"""What can be known to go wrong before any data is read: folders written to or read, what the target allows, options without effect."""
 
 import json
 import logging
@@ -8,12 +8,13 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from hf_dspark.distillation.arguments import DistillationArguments
+from hf_dspark.distillation.feature_writing import check_features_dir
 from hf_dspark.distillation.resumption import SHAPE_OPTIONS, checkpoint_to_resume, whole_checkpoints
 from hf_dspark.generation.context_limits import ContextLimits
 from hf_dspark.modeling import DSparkConfig
 from hf_dspark.modeling.checkpoints import unsupported_format
 
-__all__ = ["check_context", "check_held_out", "check_output_dir", "checked_folders", "warn_of_ignored_options"]
+__all__ = ["check_cached_features", "check_context", "check_held_out", "check_output_dir", "checked_folders", "warn_of_ignored_options"]
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +99,12 @@ def check_context(args: DistillationArguments, target: PreTrainedModel) -> None:
             f"eval_new_tokens={args.eval_new_tokens} leave no room for a prompt in the context of {args.target}, {context} tokens; lower it, or set "
             "eval_prompts=0"
         )
+
+
+def check_cached_features(args: DistillationArguments, target: PreTrainedModel, config: DSparkConfig, chat_template: str | None) -> None:
+    """Raises ValueError where `args.features_dir` holds features of another target, or others than a draft with `config` reads."""
+    if args.features == "cached":
+        check_features_dir(args, target, config.target_layer_ids, chat_template, with_partition=config.draft_vocab_size is not None)
 
 
 def warn_of_ignored_options(args: DistillationArguments, config: DSparkConfig) -> None:
