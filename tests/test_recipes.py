@@ -7,11 +7,17 @@ from pathlib import Path
 import pytest
 import yaml
 from evaluation.tiny_pair import save_pair
+from fake_chat_server import FakeChatServer
+from transformers import AutoTokenizer
 
 from hf_dspark import DSparkDraftModel
 from hf_dspark.cli import main
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|bos|>{{ m.role }}\n{{ m.content }}<|eos|>{% endfor %}{% if add_generation_prompt %}<|bos|>assistant\n"
+    "{% if enable_thinking is defined and enable_thinking %}(think){% endif %}{% endif %}"
+)
 DISTILL = sorted(path.name for path in RECIPES.glob("*.yaml") if f"hf-dspark distill recipes/{path.name}" in path.read_text())
 NUM_STEPS = 10
 SMALL = dict(
@@ -61,6 +67,68 @@ def test_distilling(name, folder):
     else:
         assert DSparkDraftModel.from_pretrained(output).config.block_size == (recipe.get("block_size") or 4)
     assert (folder / "draft" / "model.safetensors").read_bytes() == before
+
+
+def chats(folder: Path) -> Path:
+    """Four conversations of two turns; the target's tokenizer learns to render them."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder / "target")
+    turn = [{"role": "user", "content": "add"}, {"role": "assistant", "content": "a + b"}]
+    (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": turn + turn}) + "\n" for _ in range(4)))
+    return folder / "chats.jsonl"
+
+
+def written(folder: Path, name: str, *more: str, rows: int, **small) -> Path:
+    """The file that the recipe's command writes, with `more` behind it; `rows` rows, which a draft is then trained on."""
+    assert main(["regenerate", f"recipes/{name}", *more, *flags(target=folder / "target", **small)]) == 0
+    options = yaml.safe_load((RECIPES / name).read_text()) | dict(zip((flag[2:] for flag in more[::2]), more[1::2]))
+    output = folder / options["output_file"]
+    assert len(output.read_text().splitlines()) == rows
+    own = dict(target=folder / "target", dataset=output, output_dir=folder / f"taught_{output.stem}", eval_prompts=0)
+    assert main(["distill", "recipes/stdlib_draft.yaml", *flags(**SMALL, **SHORT | dict(max_steps=1), **own), "--extra_rows", "none"]) == 0
+    return output
+
+
+def test_answers_of_a_server(folder):
+    """recipes/qwen3_4b_regenerate.yaml: every turn of each conversation is asked for, sampled as the recipe says."""
+    dataset = chats(folder)
+    with FakeChatServer(lambda body, number: f"sum {number}", models=[str(folder / "target")]) as fake:
+        more = dict(dataset=dataset, dataset_split="train", num_rows=4, new_tokens=8, concurrency=2, server=fake.url)
+        output = written(folder, "qwen3_4b_regenerate.yaml", rows=4, **more)
+    bodies = [body for _, _, body in fake.requests]
+    assert len(bodies) == 8 and {(body["temperature"], body["top_p"], body["top_k"]) for body in bodies} == {(0.7, 0.8, 20)}
+    answers = [message["content"] for line in output.read_text().splitlines() for message in json.loads(line)["messages"][1::2]]
+    assert sorted(answers) == [f"sum {i}" for i in range(8)]
+
+
+def test_answers_of_a_target_here(folder):
+    """recipes/llama3_8b_regenerate.yaml: each answer is a row of the very tokens written, which alone are supervised."""
+    dataset = chats(folder)
+    output = written(
+        folder, "llama3_8b_regenerate.yaml", rows=8, dataset=dataset, dataset_split="train", num_rows=4, new_tokens=4, drop_degenerate="false"
+    )
+    for row in map(json.loads, output.read_text().splitlines()):
+        assert 1 <= sum(row["loss_mask"]) <= 5 < len(row["input_ids"]) == len(row["loss_mask"])
+
+
+@pytest.mark.parametrize("name", ["stdlib_regenerate.yaml", "gemma3_270m_regenerate.yaml"])
+def test_text_of_a_target_here(name, folder):
+    """Both commands of the recipe's header: the second has its options in the line after the last `with`."""
+    small = dict(dataset=folder / "rows.jsonl", num_rows=4, prompt_tokens=6, new_tokens=4, batch_size=2, dtype="float32")
+    lines = [line.lstrip("# ") for line in (RECIPES / name).read_text().splitlines() if line.startswith("#")]
+    second = next(line for line in lines if line.startswith("--")).split()
+    first = written(folder, name, rows=4, **small)
+    again = written(folder, name, *second, rows=4, **small)
+    assert first != again and first.read_text() != again.read_text()
+    for row in map(json.loads, first.read_text().splitlines()):
+        assert len(row["input_ids"]) == 10
+
+
+def test_every_recipe_runs_in_a_test():
+    """Those of drafts and of text here; the bundled target's in tests/test_cli.py, with the whole way from it to a measured draft."""
+    text = {"qwen3_4b_regenerate.yaml", "llama3_8b_regenerate.yaml", "stdlib_regenerate.yaml", "gemma3_270m_regenerate.yaml"}
+    assert {path.name for path in RECIPES.glob("*.yaml")} == {*DISTILL, *text, "stdlib_target.yaml"}
 
 
 def test_the_large_recipes_are_the_references_settings():
