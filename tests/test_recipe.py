@@ -68,6 +68,24 @@ def test_flags_replace_what_the_file_says_and_nothing_else(recipe):
     assert read_recipe(Options, recipe("max_steps: 3\n"), ["--target", "u"]).target == "u"
 
 
+def test_a_list_is_written_as_in_the_file_or_as_words(recipe):
+    path = recipe("target: t\nlayers: [1]\nreport: [a]\n")
+    for flags in (["--layers", "[0, 2]", "--report", "[tensorboard, 'wandb']"], ["--layers", "0", "2", "--report=[tensorboard,wandb]"]):
+        options = read_recipe(Options, path, flags)
+        assert (options.layers, options.report) == ([0, 2], ["tensorboard", "wandb"])
+    assert read_recipe(Options, path, ["--report", "all"]).report == "all"
+    assert read_recipe(Options, path, ["--folder", "[a]"]).folder == "[a]"  # a text, whatever it looks like
+
+
+def test_help_has_the_command_and_the_defaults(recipe, capsys):
+    path = recipe("target: t\nmax_steps: 3\n")
+    with pytest.raises(SystemExit):
+        read_recipe(Options, path, ["--help"], "hf-dspark distill")
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"usage: hf-dspark distill {path} [--option value ...]" in text
+    assert "An int. (default: 10)" in text and "A bool that is on. (default: True)" in text and "Required. --" in text
+
+
 @pytest.mark.parametrize(
     ("text", "flags", "message"),
     [

@@ -166,7 +166,7 @@ def _pretrain(arguments) -> int:
     from hf_dspark.distillation.pretraining import PretrainArguments, pretrain
     from hf_dspark.recipe import read_recipe
 
-    pretrain(read_recipe(PretrainArguments, arguments.recipe, arguments.overrides))
+    pretrain(read_recipe(PretrainArguments, arguments.recipe, arguments.overrides, "hf-dspark pretrain"))
     return 0
 
 
@@ -174,7 +174,7 @@ def _regenerate(arguments) -> int:
     from hf_dspark.distillation.regeneration import RegenerationArguments, regenerate
     from hf_dspark.recipe import read_recipe
 
-    regenerate(read_recipe(RegenerationArguments, arguments.recipe, arguments.overrides))
+    regenerate(read_recipe(RegenerationArguments, arguments.recipe, arguments.overrides, "hf-dspark regenerate"))
     return 0
 
 
@@ -185,7 +185,7 @@ def _distill(arguments) -> int:
     from hf_dspark.distillation.distill import distill
     from hf_dspark.recipe import read_recipe
 
-    args = read_recipe(DistillationArguments, arguments.recipe, arguments.overrides)
+    args = read_recipe(DistillationArguments, arguments.recipe, arguments.overrides, "hf-dspark distill")
     if args.fsdp and not args.fsdp_config["xla"] and args.parallel_mode != ParallelMode.DISTRIBUTED:
         start = f"torchrun --nproc_per_node 8 --no-python hf-dspark distill {arguments.recipe}"
         raise ValueError(f"fsdp={args.fsdp} spreads the draft over processes, and this is one alone; start it with `{start}`, or leave fsdp out")

@@ -25,17 +25,20 @@ class _FlagParser(HfArgumentParser):
         raise ValueError(f"{message}; RECIPE.yaml --help lists all options")
 
 
-def read_recipe(argument_class: type, path: str, overrides: list[str] = ()):
+def read_recipe(argument_class: type, path: str, overrides: list[str] = (), command: str = "hf-dspark"):
     """An `argument_class` (a dataclass of options) from the YAML file at `path`, or the recipe of that name in the package.
 
     Args:
-        overrides: `--option value` flags, which replace the file's options. none or null takes back an option that need not be set.
+        overrides: `--option value` flags, which replace the file's options. none or null takes back an option that need not be set; a list
+            is written as in the file, `[a, b]`, or as several words. --help prints all options with their defaults.
+        command: what a person runs a recipe with, for --help.
 
     Raises:
         ValueError: an unknown option (named, with the closest real ones), one that the file has twice, or a value of the wrong type.
         OSError: there is no such file.
     """
-    parser = _FlagParser(argument_class, allow_abbrev=False, prog="RECIPE.yaml", usage="RECIPE.yaml [--option value ...]")
+    usage = f"{command} {path} [--option value ...]"
+    parser = _FlagParser(argument_class, allow_abbrev=False, prog=command, usage=usage, formatter_class=argparse.HelpFormatter)
     # What transformers makes of a list of several kinds, or a default, is not what the class says.
     hints = {name: _kinds(hint) for name, hint in get_type_hints(argument_class).items()}
     names = [field.name for field in fields(argument_class) if field.init]
@@ -43,13 +46,15 @@ def read_recipe(argument_class: type, path: str, overrides: list[str] = ()):
     clearable = {field.name for field in fields(argument_class) if NoneType in hints[field.name] and field.default != "none"}
     actions, types = {}, {}
     for action in parser._actions:
+        if action.default is not None and action.dest in names:
+            action.help = f"{action.help or ''} (default: {str(action.default).replace('%', '%%')})"
         # What is absent from the command line must not hide what the file says. A bool has two flags, of which the first takes a value.
         action.default, action.required = argparse.SUPPRESS, False
         types.setdefault(action.dest, action.type)
         actions.setdefault(action.dest, action)
         if action.dest in clearable and action.type is not None:
             action.type = _or_none(action.type)
-    flags, unknown = parser.parse_known_args(list(overrides))
+    flags, unknown = parser.parse_known_args(_words(overrides, {name for name, action in actions.items() if action.nargs == "+"}))
     if unknown:
         raise ValueError(_unknown(unknown[0], "on the command line", names))
     values = _read_yaml(path)
@@ -63,11 +68,28 @@ def read_recipe(argument_class: type, path: str, overrides: list[str] = ()):
         else:
             entries = value if isinstance(value, list) else [value]  # one, written without brackets
             values[name] = [_typed(name, entry, types[name], {types[name]}, path) for entry in entries]
-    values |= {name: None if value == [None] else value for name, value in vars(flags).items()}
+    for name, value in vars(flags).items():
+        is_list = isinstance(value, str) and list in hints[name] and _entries(value)
+        values[name] = _entries(value) if is_list else None if value == [None] else value
     required = [field.name for field in fields(argument_class) if field.init and field.default is MISSING and field.default_factory is MISSING]
     if missing := [name for name in required if name not in values]:
         raise ValueError(f"{path} lacks {', '.join(missing)}, which the run needs")
     return parser.parse_dict(values)[0]
+
+
+def _words(overrides: list[str], lists: set[str]) -> list[str]:
+    """`overrides` with `[a, b]` behind the flag of a list as the words a and b."""
+    words = []
+    for word in overrides:
+        is_list = words and words[-1].removeprefix("--").replace("-", "_") in lists
+        words += (_entries(word) if is_list else []) or [word]
+    return words
+
+
+def _entries(word: str) -> list[str]:
+    """a and b of `[a, b]`; of another word, none."""
+    is_list = word.startswith("[") and word.endswith("]")
+    return [entry.strip(" '\"") for entry in word[1:-1].split(",") if entry.strip()] if is_list else []
 
 
 def _read_yaml(path: str) -> dict:
