@@ -31,6 +31,15 @@ def test_help_names_every_command(capsys):
         assert f"    {command}" in printed
 
 
+@pytest.mark.parametrize("recipe", [[], ["recipes/stdlib_regenerate.yaml"]], ids=["alone", "recipe"])
+def test_help_of_a_recipe_lists_its_options(recipe, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        main(["regenerate", *recipe, "--help"])
+    printed = " ".join(capsys.readouterr().out.split())
+    assert exit_.value.code == 0 and f"usage: hf-dspark regenerate {(recipe or ['RECIPE.yaml'])[0]} [--option value ...]" in printed
+    assert "Rows written at a time, in process. (default: 128)" in printed
+
+
 def test_quickstart(folder, tmp_path, capsys):
     flags = ["--pair", str(folder), "--output", str(tmp_path), "--json", str(tmp_path / "figures.json")]
     assert main(["quickstart", *flags, "--max-new-tokens", "6", "--completions", "2", "--runs", "1"]) == 0

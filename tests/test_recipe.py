@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -24,6 +25,10 @@ class Options:
     report: None | str | list[str] = field(default="none", metadata={"help": "As transformers annotates it."})  # noqa: RUF036
     files: list[str] | None = field(default=None, metadata={"help": "A list of texts."})
     extras: dict | str | None = field(default=None, metadata={"help": "A dictionary, or a file with one."})
+    kind: str = field(default="vanilla", metadata={"help": "A text."})
+    mode: Literal["a", "b"] = field(default="a", metadata={"help": "One of two."})
+    metrics: list[str] = field(default_factory=lambda: ["loss"], metadata={"help": "A list that has a default."})
+    backend: str | None = field(default=None, metadata={"help": "One of two or None.", "choices": ["x", "y"]})
 
 
 @pytest.fixture
@@ -75,6 +80,9 @@ def test_a_list_is_written_as_in_the_file_or_as_words(recipe):
         assert (options.layers, options.report) == ([0, 2], ["tensorboard", "wandb"])
     assert read_recipe(Options, path, ["--report", "all"]).report == "all"
     assert read_recipe(Options, path, ["--folder", "[a]"]).folder == "[a]"  # a text, whatever it looks like
+    options = read_recipe(Options, path, ["--layers=[0, 2]", "--files", '["a, b", c]', "--report", "[]"])
+    assert (options.layers, options.files, options.report) == ([0, 2], ["a, b", "c"], [])
+    assert read_recipe(Options, path, ["--layers", "[]"]).layers == []
 
 
 def test_help_has_the_command_and_the_defaults(recipe, capsys):
@@ -84,6 +92,7 @@ def test_help_has_the_command_and_the_defaults(recipe, capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert f"usage: hf-dspark distill {path} [--option value ...]" in text
     assert "An int. (default: 10)" in text and "A bool that is on. (default: True)" in text and "Required. --" in text
+    assert "(default: False)" not in text.split("--no_use_cache")[1].split("--layers")[0]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +121,15 @@ def test_help_has_the_command_and_the_defaults(recipe, capsys):
         ("target: t\nfiles: [a, 5]\n", [], r"files must be a text, got 5"),
         ("target: t\nextras: 5\n", [], r"extras must be a text, got 5"),
         ("target: t\nmax_steps: null\n", [], r"max_steps must have a value; leave the line out"),
-        ("target: t\n", ["--max_steps", "none"], r"invalid int value: 'none'"),
+        ("target: t\n", ["--max_steps", "none"], r"--max_steps.*: it must have a value, got 'none'; its default is 10"),
+        ("target: t\n", ["--learning_rate", "null"], r"--learning_rate.*: it must have a value, got 'null'; its default is 0.001"),
+        ("target: t\n", ["--bf16", "none"], r"--bf16: it must have a value, got 'none'; its default is False"),
+        ("target: t\n", ["--use_cache", "None"], r"--use_cache.*: it must have a value, got 'None'; its default is True"),
+        ("target: t\n", ["--kind", "none"], r"--kind: it must have a value, got 'none'; its default is 'vanilla'"),
+        ("target: t\n", ["--mode", "none"], r"--mode: it must have a value, got 'none'; its default is 'a'"),
+        ("target: t\n", ["--metrics", "none"], r"--metrics: it must have a value, got 'none'; its default is \['loss'\]"),
+        ("target: t\n", ["--layers", "[0"], r"--layers: expected a list such as '\[a, b\]', got '\[0'"),
+        ("target: t\n", ["--layers", "[1, two]"], r"the command line: layers must be a number \(int\), got 'two'"),
         ("target: t\n", ["--gamma", "nothing"], r"invalid float value: 'nothing'"),
     ],
 )
@@ -135,10 +152,10 @@ def test_a_value_of_any_kind_that_an_option_names_is_taken(recipe):
 
 @pytest.mark.parametrize("word", ["none", "null", "None"])
 def test_none_on_the_command_line_takes_an_option_back(recipe, word):
-    path = recipe("target: t\ngamma: 2\nlayers: [1]\nthinking: false\nfolder: f\nreport: a\nfiles: [a]\nextras: {a: 1}\n")
-    names = ("gamma", "layers", "thinking", "folder", "files", "extras")
+    path = recipe("target: t\ngamma: 2\nlayers: [1]\nthinking: false\nfolder: f\nreport: a\nfiles: [a]\nextras: {a: 1}\nbackend: x\n")
+    names = ("gamma", "layers", "thinking", "folder", "files", "extras", "backend")
     options = read_recipe(Options, path, [part for name in names for part in (f"--{name}", word)])
-    assert [getattr(options, name) for name in names] == [None] * 6 and options.report == "a"
+    assert [getattr(options, name) for name in names] == [None] * 7 and options.report == "a"
     assert read_recipe(Options, path, ["--report", "none"]).report == "none"  # a value of its own
     assert read_recipe(Options, path, ["--target", "none"]).target == "none"
 

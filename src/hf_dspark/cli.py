@@ -332,8 +332,10 @@ def _add_evaluate(commands) -> None:
 
 def _add_recipe(commands, name: str, command, summary: str) -> None:
     parser = _add_command(commands, name, command, summary)
-    parser.add_argument("recipe", metavar="RECIPE.yaml", help="options of the run, by name")
-    parser.add_argument("overrides", nargs=argparse.REMAINDER, metavar="--option value", help="replaces the recipe's; --help here lists all")
+    parser.add_argument("recipe", metavar="RECIPE.yaml")
+    parser.add_argument("overrides", nargs=argparse.REMAINDER, metavar="--option value")
+    # With a recipe before --help or without: what it may say is listed by the parser that reads it.
+    parser.print_help = lambda: command(argparse.Namespace(recipe="RECIPE.yaml", overrides=["--help"]))
 
 
 def _add_card(commands) -> None:

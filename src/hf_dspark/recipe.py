@@ -1,7 +1,7 @@
 """Recipes: options of a training run in a YAML file, checked, with flags of the same names that override them."""
 
 import argparse
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType, UnionType
@@ -22,7 +22,7 @@ _MORE_KINDS = {"fsdp": (bool, list), "resume_from_checkpoint": (bool,), "cache_b
 
 class _FlagParser(HfArgumentParser):
     def error(self, message):
-        raise ValueError(f"{message}; RECIPE.yaml --help lists all options")
+        raise ValueError(f"{message}; --help lists all options")
 
 
 def read_recipe(argument_class: type, path: str, overrides: list[str] = (), command: str = "hf-dspark"):
@@ -41,20 +41,21 @@ def read_recipe(argument_class: type, path: str, overrides: list[str] = (), comm
     parser = _FlagParser(argument_class, allow_abbrev=False, prog=command, usage=usage, formatter_class=argparse.HelpFormatter)
     # What transformers makes of a list of several kinds, or a default, is not what the class says.
     hints = {name: _kinds(hint) for name, hint in get_type_hints(argument_class).items()}
-    names = [field.name for field in fields(argument_class) if field.init]
-    # "none" is a value of some options.
-    clearable = {field.name for field in fields(argument_class) if NoneType in hints[field.name] and field.default != "none"}
-    actions, types = {}, {}
+    options = {field.name: field for field in fields(argument_class) if field.init}
+    names, actions, types = list(options), {}, {}
     for action in parser._actions:
-        if action.default is not None and action.dest in names:
+        # --no_OPTION, the second flag of a bool, has no default of its own.
+        if action.default is not None and action.dest in names and action.dest not in actions:
             action.help = f"{action.help or ''} (default: {str(action.default).replace('%', '%%')})"
         # What is absent from the command line must not hide what the file says. A bool has two flags, of which the first takes a value.
         action.default, action.required = argparse.SUPPRESS, False
         types.setdefault(action.dest, action.type)
         actions.setdefault(action.dest, action)
-        if action.dest in clearable and action.type is not None:
-            action.type = _or_none(action.type)
-    flags, unknown = parser.parse_known_args(_words(overrides, {name for name, action in actions.items() if action.nargs == "+"}))
+        if action.type is not None:
+            action.type = _flag_type(options[action.dest], action.type, hints[action.dest])
+        if action.choices is not None and NoneType in hints[action.dest]:
+            action.choices = [*action.choices, None]
+    flags, unknown = parser.parse_known_args(list(overrides))
     if unknown:
         raise ValueError(_unknown(unknown[0], "on the command line", names))
     values = _read_yaml(path)
@@ -63,33 +64,15 @@ def read_recipe(argument_class: type, path: str, overrides: list[str] = (), comm
             raise ValueError(_unknown(str(name), f"in {path}", names))
         if value is None and NoneType not in hints[name]:
             raise ValueError(f"{path}: {name} must have a value; leave the line out for its default")
-        if actions[name].nargs != "+" or value is None:
-            values[name] = _typed(name, value, types[name], hints[name], path)
-        else:
-            entries = value if isinstance(value, list) else [value]  # one, written without brackets
-            values[name] = [_typed(name, entry, types[name], {types[name]}, path) for entry in entries]
+        values[name] = _read_value(actions[name], value, types[name], hints[name], path)
     for name, value in vars(flags).items():
-        is_list = isinstance(value, str) and list in hints[name] and _entries(value)
-        values[name] = _entries(value) if is_list else None if value == [None] else value
+        if isinstance(value, list) and len(value) == 1 and (value[0] is None or isinstance(value[0], list)):
+            value = value[0]  # none, or [a, b]
+        values[name] = _read_value(actions[name], value, types[name], hints[name], "the command line") if isinstance(value, list) else value
     required = [field.name for field in fields(argument_class) if field.init and field.default is MISSING and field.default_factory is MISSING]
     if missing := [name for name in required if name not in values]:
         raise ValueError(f"{path} lacks {', '.join(missing)}, which the run needs")
     return parser.parse_dict(values)[0]
-
-
-def _words(overrides: list[str], lists: set[str]) -> list[str]:
-    """`overrides` with `[a, b]` behind the flag of a list as the words a and b."""
-    words = []
-    for word in overrides:
-        is_list = words and words[-1].removeprefix("--").replace("-", "_") in lists
-        words += (_entries(word) if is_list else []) or [word]
-    return words
-
-
-def _entries(word: str) -> list[str]:
-    """a and b of `[a, b]`; of another word, none."""
-    is_list = word.startswith("[") and word.endswith("]")
-    return [entry.strip(" '\"") for entry in word[1:-1].split(",") if entry.strip()] if is_list else []
 
 
 def _read_yaml(path: str) -> dict:
@@ -127,12 +110,33 @@ def _kinds(hint) -> set:
     return {get_origin(part) or part for part in parts}
 
 
-def _or_none(kind):
+def _flag_type(option: Field, kind, kinds: set):
+    """`kind`, which makes values of the option's words, with none and lists in brackets as values too."""
+    default = option.default if option.default_factory is MISSING else option.default_factory()
+
     def parse(word: str):
-        return None if word.lower() in ("none", "null") else kind(word)
+        # "none" is a value of some options, and may be the user's own name for what has no default.
+        if word.lower() in ("none", "null") and default not in ("none", MISSING):
+            if NoneType in kinds:
+                return None
+            raise argparse.ArgumentTypeError(f"it must have a value, got {word!r}; its default is {default!r}")
+        if list in kinds and word.startswith("["):
+            try:
+                return yaml.load(word, _Loader)
+            except yaml.YAMLError:
+                raise argparse.ArgumentTypeError(f"expected a list such as '[a, b]', got {word!r}") from None
+        return kind(word)
 
     parse.__name__ = getattr(kind, "__name__", str(kind))  # argparse names it in errors
     return parse
+
+
+def _read_value(action: argparse.Action, value, kind, kinds: set, path: str):
+    """`value`, of the file at `path`, as the option of `action` takes it, whose words on the command line are of the type `kind`."""
+    if action.nargs != "+" or value is None:
+        return _typed(action.dest, value, kind, kinds, path)
+    entries = value if isinstance(value, list) else [value]  # one, written without brackets
+    return [_typed(action.dest, entry, kind, {kind}, path) for entry in entries]
 
 
 def _typed(name: str, value, kind, kinds: set, path: str):

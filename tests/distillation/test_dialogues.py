@@ -4,7 +4,7 @@ import pytest
 from datasets import Dataset
 
 from hf_dspark.distillation.corpus import train_tokenizer
-from hf_dspark.distillation.dialogues import Dialogue, find_prompts, judge_answer, read_dialogues
+from hf_dspark.distillation.dialogues import Dialogue, checked_rows, find_prompts, judge_answer, read_dialogues
 
 
 def messages(*roles: str) -> list[dict]:
@@ -60,8 +60,19 @@ def test_texts_are_continued_from_their_first_tokens():
     plain = tokenizer("a b c d")["input_ids"]
     short, whole = ([d and d.prompt_ids for d in read_dialogues([{"t": "a b c d"}, {"t": " "}], "t", "all", tokenizer, n)] for n in (3, None))
     assert short == [plain[:3], None] and whole[0] == [i for i in plain if i != tokenizer.eos_token_id]
-    with pytest.raises(ValueError, match="row 0: the column 't' holds messages, which need a chat template"):
-        next(read_dialogues([{"t": messages("user")}], "t", "all", tokenizer))
+
+
+def test_rows_are_checked_one_by_one():
+    mixed = [{"turns": ["a"], "prompt": None}, {"turns": None, "prompt": None}, {"turns": None, "prompt": "p"}]
+    rows = checked_rows(mixed, "turns", "d", is_named=False, is_chat=True)
+    assert [next(rows), next(rows)] == mixed[:2]
+    with pytest.raises(ValueError, match=r"dataset 'd', row 2: expected the column 'turns', .*, got 'prompt' alone; .* set dataset_column"):
+        next(rows)
+    assert list(checked_rows(mixed, "turns", "d", is_named=True, is_chat=True)) == mixed
+    texts = [{"t": "a"}, {"t": None}, {"t": ["b"]}]
+    assert list(checked_rows(texts, "t", "d", is_named=True, is_chat=True)) == texts
+    with pytest.raises(ValueError, match=r"dataset 'd', row 2: the column 't' must hold text to be continued, got \"\['b'\]\"; .* chat template"):
+        list(checked_rows(texts, "t", "d", is_named=True, is_chat=False))
 
 
 def test_fingerprints_tell_prompts_apart():

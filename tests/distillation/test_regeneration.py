@@ -426,12 +426,56 @@ def test_bad_data_is_named(chats, rows, options, message):
 def test_a_target_without_a_chat_template(chats):
     tokenizer_with(None).save_pretrained(chats / "target")
     (chats / "target" / "chat_template.jinja").unlink(missing_ok=True)
-    with pytest.raises(ValueError, match="has no chat template to render conversations with"):
-        regenerate(chat_arguments(chats, "chats.jsonl"))
+    for turns in (THREE_TURNS, ["Is it?", "Why?"]):
+        write(chats / "turns.jsonl", [{"turns": turns, "text": "Is it?"}])
+        for options in ({}, {"apply_chat_template": False}, {"apply_chat_template": True}):
+            match = "has no chat template to render conversations with, .*'turns'.*; name a column of texts to continue with dataset_column"
+            with pytest.raises(ValueError, match=match):
+                regenerate(chat_arguments(chats, "turns.jsonl", **options))
+    assert read(regenerate(chat_arguments(chats, "turns.jsonl", dataset_column="text", output_file=str(chats / "continued.jsonl"))))
+    for options in ({"apply_chat_template": True}, {"server": "http://localhost:1/v1"}):
+        with pytest.raises(ValueError, match=r"has no chat template .* holds texts; leave apply_chat_template and server out to continue them"):
+            regenerate(chat_arguments(chats, **options))
     write(chats / "prompts.jsonl", [{"prompt": None}, *({"prompt": f"Is it {i}?"} for i in range(4))])
     rows = read(regenerate(chat_arguments(chats, prompt_tokens=2)))
     assert rows and 0 not in [row["row"] for row in rows]
     assert all(row["loss_mask"][:2] == [0, 0] for row in rows) and len({tuple(row["input_ids"][:2]) for row in rows}) == 1
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_of_two_kinds_are_named_before_anything_is_written(chats, monkeypatch, streaming):
+    write(chats / "mixed.jsonl", [*({"turns": ["Is it?"]} for _ in range(5)), {"prompt": "Is it?"}])
+    message = r"mixed\.jsonl', row 5: expected the column 'turns', as other rows have it, got 'prompt' alone"
+    with monkeypatch.context() as patch, pytest.raises(ValueError, match=message):
+        if not streaming:  # of a stream the rows before it have been asked for
+            patch.setattr(regeneration, "TargetWriter", None)
+        regenerate(chat_arguments(chats, "mixed.jsonl", streaming=streaming))
+    assert not (chats / "rows.jsonl").exists()
+    rows = read(regenerate(chat_arguments(chats, "mixed.jsonl", streaming=streaming, num_rows=5, output_file=str(chats / "five.jsonl"))))
+    assert [row["row"] for row in rows] == [0, 1, 2, 3, 4]
+    named = dict(dataset_column="prompt", output_file=str(chats / "named.jsonl"))
+    assert [row["row"] for row in read(regenerate(chat_arguments(chats, "mixed.jsonl", streaming=streaming, **named)))] == [5]
+
+
+def test_more_tokens_than_the_target_has_positions_for(chats, monkeypatch):
+    """chats: 256 positions; the server's are its own matter."""
+    answered = chat_arguments(chats, new_tokens=256)
+    with FakeChatServer(answer_by_number) as fake:
+        assert len(read(regenerate(chat_arguments(chats, new_tokens=256, server=fake.url, output_file=str(chats / "served.jsonl"))))) == 20
+    monkeypatch.setattr(regeneration, "TargetWriter", None)
+    message = r"a prompt of 1 tokens and new_tokens=256 do not fit into the context of '.*target', 256 tokens .*; lower new_tokens"
+    with pytest.raises(ValueError, match=message):
+        regenerate(answered)
+    texts = dict(apply_chat_template=False, prompt_tokens=200, new_tokens=57)
+    with pytest.raises(ValueError, match=r"a prompt of 200 tokens and new_tokens=57 .*; lower new_tokens or prompt_tokens"):
+        regenerate(chat_arguments(chats, **texts))
+    with pytest.raises(TypeError, match="NoneType"):  # 256 of 256: the writer is asked
+        regenerate(chat_arguments(chats, **{**texts, "new_tokens": 56}))
+
+
+def test_pieces_of_modules_that_do_not_fit_the_target(target_folder):
+    with pytest.raises(ValueError, match=r"a prompt of 32760 tokens and new_tokens=20 do not fit into the context of '.*target', 32768 tokens"):
+        regenerate(arguments(target_folder, prompt_tokens=32760))
 
 
 def test_a_stream_of_prompts(chats):

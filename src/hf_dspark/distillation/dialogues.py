@@ -3,7 +3,7 @@ answers are good for."""
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -14,7 +14,7 @@ from hf_dspark.distillation.conversations import read_messages
 from hf_dspark.evaluation.acceptance import LOOPING_SHARE, REPEATED_NGRAM
 from hf_dspark.evaluation.benchmarks import repeated_ngram_share
 
-__all__ = ["CUT", "EMPTY", "LOOPING", "WHOLE", "Dialogue", "find_prompts", "judge_answer", "read_dialogues"]
+__all__ = ["CUT", "EMPTY", "LOOPING", "WHOLE", "Dialogue", "checked_rows", "find_prompts", "judge_answer", "read_dialogues"]
 
 # What an answer is good for: it came to its end, went on to the length limit, repeats itself, or says nothing.
 WHOLE, CUT, LOOPING, EMPTY = "whole", "cut", "looping", "empty"
@@ -105,8 +105,34 @@ def find_prompts(rows: Dataset | IterableDataset, column: str | None, name: str)
     return found, isinstance(value, str)
 
 
+def checked_rows(rows: Iterable[dict], column: str, name: str, *, is_named: bool, is_chat: bool) -> Iterator[dict]:
+    """`rows` of the dataset called `name` in errors, each after a look at what `column`, and the other known ones, hold.
+
+    Args:
+        is_named: the column was named by the user, who knows that the rows without it are left out.
+        is_chat: what a user says; False: texts are to be continued.
+
+    Raises:
+        ValueError: a row has its prompt in another column; it holds no text, where texts are to be continued.
+    """
+    for number, row in enumerate(rows):
+        value = row[column]
+        other = next((known for known in _COLUMNS if row.get(known)), None) if value is None and not is_named else None
+        if other is not None:
+            raise ValueError(
+                f"dataset {name!r}, row {number}: expected the column {column!r}, as other rows have it, got {other!r} alone; write all rows with "
+                "one of them, or set dataset_column to the one to read (rows without it are left out)"
+            )
+        if not is_chat and not isinstance(value, str | None):
+            raise ValueError(
+                f"dataset {name!r}, row {number}: the column {column!r} must hold text to be continued, got {str(value)[:80]!r}; lists of messages "
+                "or questions need a target with a chat template, and apply_chat_template left out"
+            )
+        yield row
+
+
 def read_dialogues(
-    rows: Dataset | IterableDataset, column: str, turns: str, tokenizer: PreTrainedTokenizerBase | None = None, prompt_tokens: int | None = None
+    rows: Iterable[dict], column: str, turns: str, tokenizer: PreTrainedTokenizerBase | None = None, prompt_tokens: int | None = None
 ) -> Iterator[Dialogue | None]:
     """A dialogue for each row, in order; None where a row has no user turn, or no text.
 
@@ -115,14 +141,9 @@ def read_dialogues(
             the last user turn, after the conversation as it is.
         tokenizer: continues texts as they are, without a chat template; None: a text is what a user says.
         prompt_tokens: of a text to be continued, at most.
-
-    Raises:
-        ValueError: texts are to be continued, but a row holds messages.
     """
     for number, row in enumerate(rows):
         value = row[column]
-        if tokenizer is not None and isinstance(value, list):
-            raise ValueError(f"row {number}: the column {column!r} holds messages, which need a chat template; leave apply_chat_template out")
         if tokenizer is not None:
             ids = tokenizer(value)["input_ids"] if value and value.strip() else []
             ids = ids[:-1] if ids[-1:] == [tokenizer.eos_token_id] else ids

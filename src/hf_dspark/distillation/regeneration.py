@@ -1,6 +1,6 @@
 """Text written by the target itself, to train a draft on what it will have to predict: `hf-dspark regenerate RECIPE.yaml`."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import islice
@@ -13,7 +13,7 @@ from transformers.utils import logging
 from hf_dspark.distillation.conversations import ChatTemplate
 from hf_dspark.distillation.corpus import held_out_split, stdlib_modules
 from hf_dspark.distillation.data import load_source
-from hf_dspark.distillation.dialogues import CUT, EMPTY, LOOPING, Dialogue, find_prompts, read_dialogues
+from hf_dspark.distillation.dialogues import CUT, EMPTY, LOOPING, Dialogue, checked_rows, find_prompts, read_dialogues
 from hf_dspark.distillation.features import weights_fingerprint
 from hf_dspark.distillation.provenance import NUMBER_COLUMN, PROVENANCE_COLUMN, chat_template_sha256, row_provenance, sampling_in_words
 from hf_dspark.distillation.regeneration_arguments import RegenerationArguments
@@ -22,6 +22,7 @@ from hf_dspark.distillation.sampling import Sampling
 from hf_dspark.distillation.server import ChatServer, read_api_key
 from hf_dspark.distillation.writers import ServerWriter, TargetWriter
 from hf_dspark.evaluation.pairs import errors_named, usable_device
+from hf_dspark.generation.context_limits import ContextLimits
 from hf_dspark.modeling import DSparkDraftModel
 from hf_dspark.modeling.uploading import public_name
 
@@ -75,15 +76,20 @@ class _Run:
         api_key = read_api_key(args.api_key_env)
         self.device = usable_device(args.device) if args.server is None else None
         with errors_named("target", args.target):
-            self.revision = getattr(AutoConfig.from_pretrained(args.target), "_commit_hash", None)
+            config = AutoConfig.from_pretrained(args.target)
+            self.revision = getattr(config, "_commit_hash", None)
             self.tokenizer = AutoTokenizer.from_pretrained(args.target)
         self.target_weights = None
         self.sampling = Sampling.of_run(_generation_config(args.target), args)
         self.rows = None if self.is_stdlib else load_source(args.dataset, args)
         self.column, is_text = (None, True) if self.is_stdlib else find_prompts(self.rows, args.dataset_column, args.dataset)
         self.chat = ChatTemplate(self.tokenizer, args.enable_thinking) if self._is_chat(is_text) else None
+        if args.server is None:
+            self._check_context(ContextLimits.of(config).context)
         available = len(self.rows) if hasattr(self.rows, "__len__") else None
         self.num_rows = args.num_rows if available is None else min(available, args.num_rows or available)
+        if available is not None:  # a stream is read once, and looked at then
+            deque(islice(self._checked_rows(), self.num_rows), maxlen=0)
         self.num_asked = self.num_answered = self.num_without_prompt = 0
         self.is_read, self.first_error = False, None
         settings = self._facts(args.dataset, target=args.target, target_revision=self.revision, prompt_tokens=args.prompt_tokens)
@@ -105,7 +111,7 @@ class _Run:
             read = (Dialogue(i, prompt_ids=ids) for i, ids in enumerate(_stdlib_prompts(self.tokenizer, self.args)))
         else:
             continued = self.tokenizer if self.chat is None else None
-            read = read_dialogues(self.rows, self.column, self.args.answered_turns, continued, self.args.prompt_tokens)
+            read = read_dialogues(self._checked_rows(), self.column, self.args.answered_turns, continued, self.args.prompt_tokens)
         for number, dialogue in enumerate(islice(read, self.num_rows)):
             if dialogue is None or self.journal.fingerprints.get(number) != dialogue.fingerprint():
                 self.journal.forget(number)
@@ -199,9 +205,38 @@ class _Run:
         return "; " + "; ".join(remarks)
 
     def _is_chat(self, is_text: bool) -> bool:
-        if self.is_stdlib or self.args.apply_chat_template is False:
+        args, has_template = self.args, self.tokenizer.chat_template is not None
+        if self.is_stdlib or (is_text and args.apply_chat_template is False):
             return False
-        return not is_text or self.tokenizer.chat_template is not None or self.args.apply_chat_template is True or self.args.server is not None
+        is_chat = not is_text or has_template or args.apply_chat_template is True or args.server is not None
+        if is_chat and not has_template:
+            holds, advice = "messages or questions", "name a column of texts to continue with dataset_column"
+            if is_text:
+                holds, advice = "texts", "leave apply_chat_template and server out to continue them as they are"
+            raise ValueError(
+                f"the tokenizer of {args.target!r} has no chat template to render conversations with, and the column {self.column!r} of "
+                f"{args.dataset!r} holds {holds}; {advice}, or save the tokenizer with a chat template"
+            )
+        if args.apply_chat_template is False:
+            raise ValueError(
+                f"apply_chat_template=False continues texts, and the column {self.column!r} of {args.dataset!r} holds messages, which need a chat "
+                f"template; {args.target!r} has one: leave apply_chat_template out"
+            )
+        return is_chat
+
+    def _checked_rows(self) -> Iterator[dict]:
+        options = dict(is_named=self.args.dataset_column is not None, is_chat=self.chat is not None)
+        return checked_rows(self.rows, self.column, self.args.dataset, **options)
+
+    def _check_context(self, context: int | None) -> None:
+        """Of what is known before the rows are read: of a conversation, that it has a token."""
+        args = self.args
+        num_prompt = 1 if self.chat is not None else args.prompt_tokens or 1
+        if context is not None and num_prompt + args.new_tokens > context:
+            raise ValueError(
+                f"a prompt of {num_prompt} tokens and new_tokens={args.new_tokens} do not fit into the context of {args.target!r}, {context} tokens "
+                f"(max_position_embeddings); lower new_tokens" + (" or prompt_tokens" if num_prompt > 1 else ", and leave room for the prompts")
+            )
 
     def _facts(self, dataset: str, **more) -> dict:
         """What the rows depend on."""
