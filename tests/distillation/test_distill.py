@@ -1,6 +1,7 @@
 """From a folder with a target to a folder with its draft."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -8,6 +9,8 @@ from fake_hub import FakeHub
 from oracle import build, tiny_draft, tiny_target
 from transformers import (
     AutoConfig,
+    CohereConfig,
+    CohereForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GemmaConfig,
@@ -16,6 +19,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     set_seed,
 )
 
@@ -299,10 +304,19 @@ def test_a_warm_start_reads_norms_by_what_they_do():
     torch.testing.assert_close(draft.norm.weight, 1 + target.model.norm.weight)
 
 
-def test_a_warm_start_from_layers_with_more_norms_is_refused():
-    # Gemma 3's post_attention_layernorm stands behind the attention, a draft's before the feed-forward.
-    target = build(Gemma3ForCausalLM, Gemma3TextConfig(**GEMMA_SIZES))
-    with pytest.raises(ValueError, match=r"Gemma3ForCausalLM have norms .* \(post_feedforward_layernorm.weight, pre_feedforward_layernorm.weight\)"):
+@pytest.mark.parametrize(
+    ("model", "config", "reason"),
+    [
+        # Gemma 3's post_attention_layernorm stands behind the attention, a draft's before the feed-forward.
+        (Gemma3ForCausalLM, Gemma3TextConfig, "post_feedforward_layernorm.weight, pre_feedforward_layernorm.weight"),
+        (CohereForCausalLM, CohereConfig, "no post_attention_layernorm"),
+        (Phi3ForCausalLM, Phi3Config, "no self_attn.q_proj, self_attn.k_proj, self_attn.v_proj"),
+    ],
+)
+def test_a_warm_start_from_layers_of_another_kind_is_refused(model, config, reason):
+    sizes = {name: value for name, value in GEMMA_SIZES.items() if name != "head_dim" or model is Gemma3ForCausalLM}
+    target = build(model, config(**sizes, pad_token_id=0))
+    with pytest.raises(ValueError, match=rf"layers of {model.__name__} are of another kind than a draft's \({re.escape(reason)}\)"):
         copy_last_layers(of_the_targets_shape(target), target)
 
 

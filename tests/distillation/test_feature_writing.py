@@ -265,7 +265,7 @@ def test_a_folder_that_fits_or_is_not_there_yet_passes_before_the_text_is_known(
 
 def test_a_file_that_is_no_index_is_named(opener, tmp_path):
     (tmp_path / "cache").mkdir()
-    for content in ("{", "[]", json.dumps({"other": 1})):
+    for content in ("{", "[]", json.dumps({"other": 1}), json.dumps({"fingerprint": 3})):
         (tmp_path / "cache" / "index.json").write_text(content)
         with pytest.raises(ValueError, match=r"index\.json is no index of cached features"):
             opener()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import get_polynomial_decay_schedule_with_warmup
 
 from hf_dspark.distillation.muon import MuonAndOther, is_muon_matrix
 
@@ -79,3 +80,11 @@ def test_a_scheduler_reaches_both_parts():
 )
 def test_tables_heads_and_vectors_are_not_muons(name, shape, expected):
     assert is_muon_matrix(name, torch.nn.Parameter(torch.zeros(shape))) is expected
+
+
+def test_schedules_find_the_learning_rate():
+    optimizer = both(parameters(), lr=0.01)
+    schedule = get_polynomial_decay_schedule_with_warmup(optimizer, num_warmup_steps=0, num_training_steps=2, lr_end=0.0)
+    train(parameters(), optimizer, 1)
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.005, 0.005]

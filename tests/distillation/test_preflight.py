@@ -107,6 +107,11 @@ def test_a_folder_with_other_features_than_the_draft_reads_is_refused(folder):  
     with pytest.raises(ValueError, match="log_partition is False there, True here"):
         check_cached_features(arguments(folder, **options), target, reduced, None)
     check_cached_features(arguments(folder, max_length=16), target, reduced, None)  # online
+    (folder / "file").write_text("x")
+    (folder / "dangling").symlink_to("nowhere")
+    for name in ("file", "file/below", "dangling"):
+        with pytest.raises(ValueError, match=rf"features_dir='.*{name}' can't be a folder, '.*(file|dangling)' is none; name another"):
+            check_cached_features(arguments(folder, features="cached", features_dir=str(folder / name)), target, config, None)
 
 
 def test_options_that_a_draft_at_hand_overrides_are_named(folder, caplog):  # noqa: F811

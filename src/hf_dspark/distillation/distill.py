@@ -220,13 +220,7 @@ def copy_last_layers(draft: DSparkDraftModel, target: PreTrainedModel) -> list[s
     decoder, own, hidden = target.get_decoder(), draft.state_dict(), draft.config.hidden_size
     source = decoder.state_dict()
     num_layers, first = draft.config.num_hidden_layers, draft.config.num_target_layers - draft.config.num_hidden_layers
-    # Gemma's norms after attention and feed-forward bear the names of others, and its layers write hundreds of times what a draft's read.
-    norms = {name.split(".", 2)[2] for name in source if name.startswith(f"layers.{first}.") and name.count(".") == 3 and "norm" in name}
-    if more := sorted(norms - {name.split(".", 2)[2] for name in own if name.startswith("layers.")}):
-        raise ValueError(
-            f"warm_start=True: layers of {type(target).__name__} have norms that a draft's lack ({', '.join(more)}), without which copies of "
-            "them compute something else; leave warm_start out"
-        )
+    _check_same_kind(target, {name.split(".", 2)[2] for name in source if name.startswith(f"layers.{first}.")})
     wanted = {"norm.weight": "norm.weight", "hidden_norm.weight": f"layers.{first}.input_layernorm.weight"}
     for name in own:
         if name.startswith("layers."):
@@ -245,6 +239,24 @@ def copy_last_layers(draft: DSparkDraftModel, target: PreTrainedModel) -> list[s
         own[name].copy_(values)
     own["fc.weight"][:, -hidden:] += torch.eye(hidden)
     return copied
+
+
+def _check_same_kind(target: PreTrainedModel, names: set[str]) -> None:
+    """Raises ValueError where layers with tensors of these `names` compute something else than a draft's with copies of them would."""
+    norms = {name for name in names if name.count(".") == 1 and "norm" in name}
+    # Gemma 3's norms after attention and feed-forward bear the names of others, and its layers write hundreds of times what a draft's read.
+    reason = ", ".join(sorted(norms - {"input_layernorm.weight", "post_attention_layernorm.weight"}))
+    if names and "post_attention_layernorm.weight" not in names:
+        reason = reason or "no post_attention_layernorm"
+    for block, parts in (("self_attn", "qkvo"), ("mlp", ("gate", "up", "down"))):
+        missing = [f"{block}.{part}_proj" for part in parts if f"{block}.{part}_proj.weight" not in names]
+        if 0 < len(missing) < len(parts):  # several in one tensor, say
+            reason = reason or f"no {', '.join(missing)}"
+    if reason:
+        raise ValueError(
+            f"warm_start=True: layers of {type(target).__name__} are of another kind than a draft's ({reason}), and copies of them would compute "
+            "something else; leave warm_start out"
+        )
 
 
 def _rope_parameters(config) -> dict:

@@ -100,8 +100,12 @@ def open_feature_cache(
 def check_features_dir(
     args: DistillationArguments, target: PreTrainedModel, layer_ids: list[int], chat_template: str | None, with_partition: bool
 ) -> None:
-    """Raises ValueError where the folder holds features of another target or other options; the text it is of is not looked at."""
-    _check_index(Path(args.features_dir), _fingerprint(args, target, layer_ids, chat_template, with_partition))
+    """Raises ValueError where the folder can't be one, or holds features of another target or other options; the text is not looked at."""
+    folder = Path(args.features_dir)
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists() or path.is_symlink())
+    if not nearest.is_dir():
+        raise ValueError(f"features_dir={str(folder)!r} can't be a folder, {str(nearest)!r} is none; name another")
+    _check_index(folder, _fingerprint(args, target, layer_ids, chat_template, with_partition))
 
 
 def _row_hash(row: dict) -> int:
@@ -216,7 +220,7 @@ def _check_index(folder: Path, fingerprint: dict) -> None:
     if not path.exists():
         return
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))["fingerprint"]
+        found = dict(json.loads(path.read_text(encoding="utf-8"))["fingerprint"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no index of cached features ({error!r}); set features_dir to a folder of its own") from error
     wrong = [f"{name} is {found.get(name)!r} there, {value!r} here" for name, value in fingerprint.items() if found.get(name) != value]

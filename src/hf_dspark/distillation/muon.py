@@ -22,7 +22,8 @@ class MuonAndOther(torch.optim.Optimizer):
     def __init__(self, matrices: list[nn.Parameter], lr: float, weight_decay: float, other: torch.optim.Optimizer):
         muon = torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
         self.parts = (muon, other)
-        super().__init__([group for part in self.parts for group in part.param_groups], {})
+        # Some schedules read the learning rate among the defaults.
+        super().__init__([group for part in self.parts for group in part.param_groups], {"lr": lr})
         self._share()
 
     def step(self, closure=None):

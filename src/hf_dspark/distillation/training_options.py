@@ -44,7 +44,7 @@ def _check_muon(args: "DistillationArguments") -> None:
         if value:
             raise ValueError(f"muon=True trains whole matrices, which {name}={value!r} leaves it none of; leave one out")
     optim = OptimizerNames(args.optim).value  # a command line's is still text
-    if not optim.startswith("adamw_torch"):
+    if optim not in ("adamw_torch", "adamw_torch_fused"):
         raise ValueError(f"muon=True stands beside AdamW (its learning rate is made for both), got optim={optim!r}; leave optim out")
 
 
