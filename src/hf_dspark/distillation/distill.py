@@ -215,7 +215,7 @@ def copy_last_layers(draft: DSparkDraftModel, target: PreTrainedModel) -> list[s
     the context features, which start as the last captured layer's output. Returns the names of the tensors copied.
 
     Raises:
-        ValueError: no tensor of the target's layers has the name and shape of one of the draft's, or those layers have more norms.
+        ValueError: no tensor of the target's layers has the name and shape of one of the draft's, or those layers are of another kind.
     """
     decoder, own, hidden = target.get_decoder(), draft.state_dict(), draft.config.hidden_size
     source = decoder.state_dict()

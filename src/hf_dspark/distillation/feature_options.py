@@ -3,6 +3,8 @@
 import re
 from typing import TYPE_CHECKING
 
+from hf_dspark.distillation.training_options import whole_weights_prevented_by
+
 if TYPE_CHECKING:
     from hf_dspark.distillation.arguments import DistillationArguments
 
@@ -51,8 +53,5 @@ def check_feature_options(args: "DistillationArguments") -> None:
     if args.features_rank < 1:
         raise ValueError(f"features_rank must be at least 1 or None, got {args.features_rank}")
     # A subspace asks for a whole weight of fc that is trained (see subspace.py).
-    for name, value in (("lora_rank", args.lora_rank), ("fsdp", args.fsdp), ("deepspeed", args.deepspeed)):
-        if value:
-            raise ValueError(
-                f"features_rank={args.features_rank} projects the weight of fc while it is trained, which {name}={value!r} prevents; leave one out"
-            )
+    if option := whole_weights_prevented_by(args):
+        raise ValueError(f"features_rank={args.features_rank} projects the weight of fc while it is trained, which {option} prevents; leave one out")

@@ -235,23 +235,21 @@ class DSparkTrainer(Trainer):
 
     def create_optimizer(self, model=None):
         """transformers' optimizer, or with `args.muon` Muon and that, checked to hold the draft's trainable parameters and nothing else."""
-        if self.args.muon and self.optimizer is None:
-            self.optimizer = self._muon_and_other(self.model if model is None else model)
+        is_given = self.optimizer is not None
         optimizer = super().create_optimizer(model)
+        if self.args.muon and not is_given:
+            optimizer = self.optimizer = self._with_muon(optimizer, self.model if model is None else model)
         if isinstance(optimizer, torch.optim.Optimizer):  # DeepSpeed may make its own later
             check_optimizer(optimizer, self.model if model is None else model, self.target)
         return optimizer
 
-    def _muon_and_other(self, model) -> MuonAndOther:
-        named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-        matrices = [parameter for name, parameter in named if is_muon_matrix(name, parameter)]
-        others, decayed = [pair for pair in named if not is_muon_matrix(*pair)], set(self.get_decay_parameter_names(model))
-        groups = [
-            {"params": [parameter for name, parameter in others if (name in decayed) is decays], "weight_decay": decays * self.args.weight_decay}
-            for decays in (True, False)
-        ]
-        optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, model)
-        return MuonAndOther(matrices, self.args.learning_rate, self.args.weight_decay, optimizer_class(groups, **options))
+    def _with_muon(self, other: torch.optim.Optimizer, model) -> MuonAndOther:
+        """Muon over the matrices of `model`, which `other` gives up, and `other` over what it is left with."""
+        matrices = [parameter for name, parameter in model.named_parameters() if parameter.requires_grad and is_muon_matrix(name, parameter)]
+        taken = {id(parameter) for parameter in matrices}
+        for group in other.param_groups:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in taken]
+        return MuonAndOther(matrices, self.args.learning_rate, self.args.weight_decay, other)
 
     def _losses(self, model, inputs: dict[str, torch.Tensor], totals: Normalisers | None) -> LossTerms:
         draft = self.accelerator.unwrap_model(model)

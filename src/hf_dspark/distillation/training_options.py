@@ -9,7 +9,7 @@ from transformers.training_args import OptimizerNames
 if TYPE_CHECKING:
     from hf_dspark.distillation.arguments import DistillationArguments
 
-__all__ = ["check_training_options"]
+__all__ = ["check_training_options", "whole_weights_prevented_by"]
 
 # transformers has them, but its list of what is installed leaves them out.
 _UNLISTED = ("azure_ml", "flyte")
@@ -36,13 +36,18 @@ def check_training_options(args: "DistillationArguments") -> None:
         _check_muon(args)
 
 
+def whole_weights_prevented_by(args: "DistillationArguments") -> str | None:
+    """The option, with its value, by which no process trains a whole weight of the draft; None: there is none."""
+    options = (("lora_rank", args.lora_rank), ("fsdp", args.fsdp), ("deepspeed", args.deepspeed))
+    return next((f"{name}={value!r}" for name, value in options if value), None)
+
+
 def _check_muon(args: "DistillationArguments") -> None:
     if not hasattr(torch.optim, "Muon"):
         raise ValueError(f"muon=True needs torch 2.9 or later, this is {torch.__version__}; leave it out")
     # Muon's update of a matrix needs the whole of it; an adapter's two halves are no maps between hidden states.
-    for name, value in (("lora_rank", args.lora_rank), ("fsdp", args.fsdp), ("deepspeed", args.deepspeed)):
-        if value:
-            raise ValueError(f"muon=True trains whole matrices, which {name}={value!r} leaves it none of; leave one out")
+    if option := whole_weights_prevented_by(args):
+        raise ValueError(f"muon=True trains whole matrices, which {option} leaves it none of; leave one out")
     optim = OptimizerNames(args.optim).value  # a command line's is still text
     if optim not in ("adamw_torch", "adamw_torch_fused"):
         raise ValueError(f"muon=True stands beside AdamW (its learning rate is made for both), got optim={optim!r}; leave optim out")
